@@ -98,7 +98,7 @@ def _either(values: Iterable[Any]) -> str:
 
 
 def _texts(cls: Any) -> dict[str, str]:
-    """The string below each field of a dataclass, in one line."""
+    """Return the string below each field of a dataclass, in one line."""
     (tree,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(tree, ast.ClassDef)
     texts, last = {}, ""
@@ -137,7 +137,7 @@ def metrics() -> str:
 
 
 def api() -> str:
-    """What `pala` exports, by the docstrings. mkdocstrings puts them in the place of the `:::` lines."""
+    """Return the page of what `pala` exports. mkdocstrings puts docstrings in the place of the `:::` lines."""
     blocks = [f"::: {_place_of(name)}\n    options:\n      heading_level: 2" for name in pala.__all__]
     return "\n\n".join(["# Python API", *blocks]) + "\n"
 
@@ -158,7 +158,7 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A table's cell: a bar would end it, and `*` between words is no emphasis here."""
+    """Escape a table's cell: a bar would end it, and `*` between words is no emphasis here."""
     return text.replace("|", "\\|")
 
 
@@ -216,8 +216,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def with_links(markdown: str, uri: str) -> str:
-    """A page's text with links that lead to the site's pages. What a link to a file says that the site lacks is left
-    without its link."""
+    """Return a page's text with links that lead to the site's pages. A link to a file that the site lacks leaves its
+    text."""
     origins = {place: path for path, place in MOVED.items()}
     origin = origins.get(uri, uri if uri.startswith("results/") else f"docs/{uri}")
 

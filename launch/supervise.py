@@ -11,10 +11,10 @@ explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's deat
 Whether the run is complete is read in its `run.json`; mpirun's exit status can be 0 when a host was lost. A host that
 does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
 of the user's, after SIGTERM, SIGUSR1, ^C or a closed terminal (the job is told to write its checkpoint and end; another
-^C goes on to mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose ranks
-outlive mpirun is waited for: the run's folder is locked as long as one of them lives. An mpirun that outlives its ranks
-by three minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder; of runs
-without a name that begin in the same second, each gets a name of its own.
+^C is passed to mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose
+ranks outlive mpirun is waited for: the run's folder is locked as long as one of them lives. An mpirun that outlives its
+ranks by three minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder;
+of runs without a name that begin in the same second, each gets a name of its own.
 """
 
 from __future__ import annotations
@@ -509,7 +509,7 @@ def _begun(command: Command) -> Path | None:
 
 
 def _tell_of_other_settings(asked: Command, command: Command) -> None:
-    """Say so if a new run would get other settings than the one that goes on has: its preset may have been edited."""
+    """Report that a new run would get other settings than the resumed one has: its preset may have been edited."""
     now, own = (flatten(to_table(each.config)) for each in (asked, command))
     changed = [key for key in now if now[key] != own[key] and not key.startswith("run.")]
     if changed:

@@ -94,7 +94,8 @@ class VirtualHosts:
     # ---- using them ----------------------------------------------------------------------------------------------
 
     def inside(self, host: int) -> list[str]:
-        """What to put before a command so that it runs on this host; the process stays the one that was started."""
+        """Return the words that run a command on this host if they stand before it; the process stays the one that was
+        started."""
         cores = ",".join(map(str, self.cores[host]))
         return [*_inside(self._holders[host].pid), "taskset", "-c", cores]
 
@@ -113,7 +114,7 @@ class VirtualHosts:
         }
 
     def network(self, host: int) -> str:
-        """The host's network namespace, as the kernel names it, for `processes_in`."""
+        """Return the host's network namespace, as the kernel names it, for `processes_in`."""
         return str(Path(f"/proc/{self._holders[host].pid}/ns/net").readlink())
 
     def set_link(self, host: int, up: bool) -> None:
@@ -121,7 +122,7 @@ class VirtualHosts:
         _run(*_inside(self._switch), "ip", "link", "set", f"port{host}", "up" if up else "down")
 
     def pids(self, host: int) -> list[int]:
-        """Processes on this host, but for its holder."""
+        """Return the processes on this host, except its holder."""
         holder = self._holders[host]
         if holder.poll() is not None:  # it was killed
             return []
@@ -146,7 +147,7 @@ class VirtualHosts:
     # ---- making them ---------------------------------------------------------------------------------------------
 
     def _connect(self, host: int) -> None:
-        """A cable from the host's `eth0` to the switch's `port<host>`, slowed at both ends."""
+        """Lay a cable from the host's `eth0` to the switch's `port<host>`, slowed at both ends."""
         switch, inside, port = _inside(self._switch), _inside(self._holders[host].pid), f"port{host}"
         peer = ["peer", "name", "eth0", "netns", str(self._holders[host].pid)]
         _run(*switch, "ip", "link", "add", port, "type", "veth", *peer)
@@ -158,7 +159,7 @@ class VirtualHosts:
             _run(*inside, "tc", "qdisc", "add", "dev", "eth0", *self._shape)
 
     def _write_agent(self) -> None:
-        """What Open MPI calls in place of ssh: `agent ADDRESS COMMAND...`."""
+        """Write the script that Open MPI calls in place of ssh: `agent ADDRESS COMMAND...`."""
         cases = [
             f'{address}) exec {shlex.join(self.inside(host))} sh -c "$*" ;;'
             for host, address in enumerate(self.addresses)
@@ -169,7 +170,7 @@ class VirtualHosts:
 
 
 def processes_in(network: str) -> list[int]:
-    """Processes in a network namespace."""
+    """Return the processes in a network namespace."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -182,7 +183,7 @@ def processes_in(network: str) -> list[int]:
 
 
 def why_not() -> str | None:
-    """Why virtual hosts cannot be made here, in a sentence; None if they can."""
+    """Return the reason why virtual hosts cannot be made here; None if they can."""
     try:
         with VirtualHosts(1, rate="1gbit"):
             return None

@@ -82,14 +82,14 @@ def fit(
     is evaluated, and `run.json` says why it ended.
 
     The run is called after the environment unless `config.run.name` says how. `resume`: the folder of an earlier run to
-    go on with, by `config`'s settings, not the run's: `load_config` reads those. `make_env` and `make_network` are the
+    continue, by `config`'s settings, not the run's: `load_config` reads those. `make_env` and `make_network` are the
     run's if none are given. `trust_run`: run the code that it names or holds though it came from elsewhere.
 
     Raises PalaError for a mistake that all ranks see; a script that does not catch it ends with the sentence alone,
     printed once. With several ranks, any other error ends the whole job with its traceback, because the other ranks
-    would wait for this one for ever; where the job outlives its ranks (ULFM), it ends this rank alone. Where the others
-    go on without a rank, one that was told to leave or a spare that nobody needed, it does not return: the process
-    ends.
+    would wait for this one for ever; where the job outlives its ranks (ULFM), it ends this rank alone. The call does
+    not return, and its process ends, on a rank that was told to leave and on a spare that was never needed, where the
+    others continue without it.
     """
     from pala.comm.agreement import collectively
     from pala.comm.mpi_process import has_started_mpi, leave_job, note_spares
@@ -116,7 +116,7 @@ def fit(
 
 @contextmanager
 def _with_random_numbers_of_its_own() -> Iterator[None]:
-    """Training seeds torch's global generator: a script that draws from it goes on with what it would have drawn."""
+    """Restore torch's global generator, which training seeds: a script then draws from it what it would have drawn."""
     if "torch" not in sys.modules:  # a spare that sleeps does not load it
         yield
         return

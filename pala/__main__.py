@@ -26,7 +26,7 @@ PROGRAMS = ("train", "doctor", "evaluate", "play", "plot", "compare", "benchmark
 
 
 def main() -> None:
-    """What `pala` and `python -m pala` run."""
+    """Run the program that the first argument names, or print the list of programs."""
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules load there is nothing to keep
     name = (sys.argv[1:2] or [""])[0]
     if name in ("", "-h", "--help"):

@@ -28,7 +28,7 @@ class Algorithm(abc.ABC):
     """A way to learn."""
 
     why_nothing_was_learned = ""
-    """Where to look if no rank made an update."""
+    """The place to look at if no rank made an update."""
 
     @abc.abstractmethod
     def method(self, config: Config) -> str:

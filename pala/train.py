@@ -3,7 +3,7 @@
     one rank                python -m pala.train pong
     one machine             mpirun -np 4 python -m pala.train pong
     outliving its ranks     mpirun --with-ft ulfm -np 4 python -m pala.train pong      (Open MPI 5)
-    go on with a run        mpirun -np 4 python -m pala.train --resume runs/pong-20260101-120000
+    continue a run          mpirun -np 4 python -m pala.train --resume runs/pong-20260101-120000
     from nothing installed  ./launch/train.sh
 
 Results go to a new folder in `runs/`. `--help` explains every option.
@@ -47,9 +47,9 @@ class Command:
     """A TOML file with settings, or the name of one of configs/, such as `pong` or `gorila/pong`. The options below win
     over it."""
     resume: Path | None = None
-    """Folder of an earlier run to go on with, perhaps with another number of ranks. Its settings are the defaults."""
+    """Folder of an earlier run to continue, perhaps with another number of ranks. Its settings are the defaults."""
     trust_run: bool = False
-    """With `--resume`: run the code that the run names or holds (environment, network, wrappers, modules), though it
+    """Run, with `--resume`, the code that the run names or holds (environment, network, wrappers, modules), though it
     came from elsewhere."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 

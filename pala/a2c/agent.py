@@ -93,7 +93,7 @@ class A2CAgent(Agent[ModelExchange]):
                 tensor.copy_(state.tensors[name])
 
     def _average(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
-        """All begin with one state, whose counters are returned. Collective."""
+        """Load the average of the ranks' states on every rank, and return its counters. Collective."""
         saved.say_ranks_changed(
             comm,
             "every rank starts from the average of the ranks' parameters and of RMSprop's mean squares (independent "

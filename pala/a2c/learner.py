@@ -151,8 +151,8 @@ class Learner(Loop):
             self._report_left_out(healthy, finite)
 
     def _report_left_out(self, healthy: bool, finite: bool) -> None:
-        """Say so of an update; of one for which another rank is to blame, that rank does. Raises PalaError, or EndError
-        where the others cannot go on without this rank, if there is no way on."""
+        """Report that an update was left out, unless another rank is to blame, which reports it. If this rank cannot
+        continue, raises PalaError, or EndError where the others cannot continue without it."""
         where, fault = f"[rank {self._rank}] update {self.counters.updates}", ""
         culprits = ", ".join(map(str, self._exchange.culprits))
         if not culprits:

@@ -101,7 +101,8 @@ class A2C:
         return self.flat.data[: self.flat.num_learned]
 
     def restart_mean_square(self, updates: int) -> None:
-        """Forget them after so many updates: those of parameters that were not finite are not either."""
+        """Set the mean squares to zero, and warm up from update `updates` on: those of parameters that were not finite
+        are not finite either."""
         self.mean_square.zero_()
         self.warms_up_from = updates
         self._usual_square, self._num_norms = None, 0
@@ -112,8 +113,8 @@ class A2C:
             self._momentum.restart()
 
     def step(self, loss: Loss, learning_rate: float, learners: int = 1) -> UpdateResult:
-        """Clip the gradient in `flat.gradient`, as one of so many `learners`, and take one optimiser step, unless it is
-        not finite."""
+        """Clip the gradient in `flat.gradient`, as one of `learners` learners, and take one optimiser step, unless it
+        is not finite."""
         config, learned = self._config, slice(self.flat.num_learned)
         gradient = self.flat.gradient[learned]
         norm = clip_gradient_(gradient, config.max_gradient_norm, learners, self._usual_square)
@@ -138,8 +139,8 @@ class A2C:
         self._usual_square = before + (square - before) / min(self._num_norms, _NORM_HORIZON)
 
     def differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
-        """The rollout's loss; its gradient goes to `flat.gradient`: autograd down to the network's outputs, then the
-        tape."""
+        """Return the rollout's loss, and write its gradient to `flat.gradient`: autograd goes down to the network's
+        outputs, the tape from there."""
         policy_TBA = torch.stack(rollout.policy_outputs).requires_grad_()
         values_TB = torch.stack(rollout.values).requires_grad_()
         loss = a2c_loss(self.distribution, policy_TBA, values_TB, rollout, bootstrap_B, self._config)

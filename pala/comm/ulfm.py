@@ -1,7 +1,8 @@
 """Deaths of ranks as MPI reports them: fault tolerance by ULFM.
 
 Under `mpirun --with-ft ulfm` (Open MPI 5) a rank's death does not end the job: what the others have to do with it fails
-with MPI_ERR_PROC_FAILED, and they can agree without it. Without ULFM the launcher ends the job, and `--resume` goes on.
+with MPI_ERR_PROC_FAILED, and they can agree without it. Without ULFM the launcher ends the job, and `--resume`
+continues it.
 
 ULFM: Bland et al., "Post-failure recovery of MPI communication capability", 2013; MPI 5.0 draft, chapter 17.
 """
@@ -33,8 +34,8 @@ class MpiDeaths(Deaths):
         self.ranks: set[int] = set()
 
     def look(self) -> set[int]:
-        """Return the ranks that died since the last look, and acknowledge them: receives from any source go on without
-        them. Without `polls` a look that finds none takes a fifth of a microsecond."""
+        """Return the ranks that died since the last look, and acknowledge them: receives from any source continue
+        without them. Without `polls` a look that finds none takes a fifth of a microsecond."""
         if not can_survive():
             return set()
         if self._polls:

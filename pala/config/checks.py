@@ -1,4 +1,4 @@
-"""What a configuration may hold: the range of every number, and settings that do not go together."""
+"""Checks of a configuration: the range of every number, and settings that do not go together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a setting beside its type and meaning: its range, who reads it, and what it decides.
+"""Facts of a setting beside its type and meaning: its range, what reads it, and what it decides.
 
 The facts stand at the field, in `schema.py`: `gamma: float = setting(0.99, between=(0, 1))`. What holds for a whole
 section stands at the section, and a field of it may say otherwise.
@@ -19,7 +19,7 @@ _FACTS = "facts"  # key of a field's metadata
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one setting."""
+    """Facts of one setting."""
 
     between: tuple[float, float] | None = None
     """Lowest and highest value; in a list, of each item. Every number has them."""
@@ -40,8 +40,8 @@ class Facts:
     decides: Literal["learning", "speed", "nothing"] = "learning"
     """`learning`: how a run learns, and how fast. `speed`: how fast alone. `nothing`: only what is shown and kept."""
     changes: Literal["game", "view", "nothing"] = "game"
-    """Of environments. `game`: what is played. `view`: what a learner sees of it, but no reported return. `nothing`:
-    neither, so that what was seen before the change still holds."""
+    """Effect on environments. `game`: what is played. `view`: what a learner sees of it, but no reported return.
+    `nothing`: neither, so that what was seen before the change still holds."""
     evaluation_may_differ: bool = False
     """Whether an evaluation may set it otherwise than the run did."""
 

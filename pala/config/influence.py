@@ -1,4 +1,4 @@
-"""What the settings of runs decide: which are read, which of them differ, and their names in few words."""
+"""Influence of settings: which ones a run reads, which ones differ between runs, and short names of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a configuration is read: from a preset, from tables, from Python; each is checked."""
+"""Reading of configurations from a preset, from tables or from Python; each is checked."""
 
 from __future__ import annotations
 

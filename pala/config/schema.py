@@ -23,7 +23,7 @@ from pala.config.facts import section, setting
 
 @dataclass(frozen=True)
 class EnvConfig:
-    """What a rank plays."""
+    """The environments of a rank."""
 
     id: str = "ALE/Pong-v5"
     """Gymnasium id; `module:id` imports the module first. Ids that begin with `ALE/` get the Atari settings of this
@@ -41,16 +41,16 @@ class EnvConfig:
     a script calls `pala.fit` or `pala.evaluate_policy` below `if __name__ == "__main__":`, because each process
     imports the script."""
     clip_rewards: Literal["auto", "sign", "none"] = setting("auto", changes="view")
-    """What the learner sees: the sign of each reward [DQN] or the reward itself. `auto`: sign for Atari, none for
+    """Rewards that the learner sees: the sign of each [DQN] or the reward itself. `auto`: sign for Atari, none for
     others. Reported returns are never clipped."""
     normalize_observations: bool = False
     """Vector observations: less their running mean, over their running deviation (docs/environments.md). A2C only."""
     normalize_rewards: bool = False
-    """What the learner sees: rewards over the running deviation of the discounted return. A2C only."""
+    """Show the learner rewards over the running deviation of the discounted return. A2C only."""
     image_layout: Literal["auto", "channels_first", "channels_last"] = setting("auto", games="others")
     """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/environments.md)."""
     terminal_on_life_loss: bool = setting(True, games="atari", changes="view")
-    """Atari: a lost life ends the return in training, though the game goes on [GALA]. Reports count whole games."""
+    """Atari: a lost life ends the return in training, though the game continues [GALA]. Reports count whole games."""
     frame_skip: int = setting(4, between=(1, 1000), games="atari")
     """Atari: emulator frames a step, each with the same action; the last two are max-pooled [DQN]."""
     frame_stack: int = setting(4, between=(1, 1000), games="atari")
@@ -100,8 +100,8 @@ class NetworkConfig:
     `auto` takes it for images where all ranks have them, and float32 otherwise. On a GPU convolutions in float32 are
     torch's, by default in TF32. Ours."""
     passes: Literal["auto", "autograd"] = setting("auto", own_network=False)
-    """How forward and backward passes are made: `auto` uses hand-written ones where there are some (images; in bfloat16
-    those near 0), as CUDA graphs on a GPU; `autograd` leaves all to torch. Equal but for rounding."""
+    """Forward and backward passes: `auto` uses hand-written ones where there are some (images; in bfloat16 those near
+    0), as CUDA graphs on a GPU; `autograd` leaves all to torch. Equal up to rounding."""
     custom: str = ""
     """A network of your own in place of these: `module:Name` or `module:Name(width=256)` with plain values, a class or
     function `(observation_space, num_outputs)` -> torch module with `trunk` and `heads` (docs/python.md). The widths
@@ -133,8 +133,8 @@ class A2CConfig:
     learning_rate_most_scaling: float = setting(4.0, between=(1, 1e6), unless={"a2c.learning_rate_scaling": ("none",)})
     """The most that `ranks` multiplies by: ranks whose policies differ too much act badly. Ours (results/mixing/)."""
     momentum: float = setting(0.0, between=(0, 0.999))
-    """Quasi-global momentum (arXiv 2102.04761): beside its own step a rank moves by so many times the running mean of
-    how its model moves, exchange and all. The mean of the models goes 1 / (1 - momentum) times as far; the noise of a
+    """Quasi-global momentum (arXiv 2102.04761): beside its own step a rank moves by this multiple of the running mean
+    of its model's moves, exchange included. The mean of the models goes 1 / (1 - momentum) times as far; the noise of a
     rank's own step grows hardly at all. 0 turns it off. With models that are under way for several updates 0.75 learns
     badly, or nothing. Ours (results/mixing/)."""
     momentum_smoothing: float = setting(0.8, between=(0, 0.999), unless={"a2c.momentum": (0,)})
@@ -154,9 +154,9 @@ class A2CConfig:
     gradient_clipping: Literal["own", "mean"] = setting(
         "own", unless={"a2c.max_gradient_norm": (0,), "exchange.kind": ("allreduce", "none")}
     )
-    """Of ranks that mix models (gossip, `shared_memory`). `own`: each clips its own gradient [GALA]. `mean`: as much as
-    the mean over the ranks would be clipped if the others' gradients were of their usual size, as `allreduce` clips.
-    Ours (docs/architecture.md)."""
+    """Clipping by ranks that mix models (gossip, `shared_memory`). `own`: each clips its own gradient [GALA]. `mean`:
+    clip as `allreduce` would clip the ranks' mean, taking the other gradients' norms as usual. Ours
+    (docs/architecture.md)."""
 
     @property
     def follows_budget(self) -> bool:
@@ -166,7 +166,7 @@ class A2CConfig:
 
 @dataclass(frozen=True)
 class ExchangeConfig:
-    """What the ranks tell each other."""
+    """The exchange between ranks."""
 
     kind: Literal["gossip", "shared_memory", "allreduce", "none"] = "gossip"
     """`gossip`: PALA. `shared_memory`: GALA-A2C, on one host. `allreduce`: synchronous A2C, gradients averaged at each
@@ -174,7 +174,7 @@ class ExchangeConfig:
     topology: Literal["auto", "random", "ring", "exponential", "complete"] = setting(
         "auto", kinds=("gossip", "shared_memory")
     )
-    """Who sends to whom: a new random peer each round; the next rank; the rank 1, 2, 4, … further on; everybody.
+    """The peers that a rank sends to: a new random one each round; the next rank; the rank 1, 2, 4, … further on; all.
     `auto`: random; with `shared_memory`, ring [GALA]."""
     mixing: Literal["uniform", "push_sum", "paired"] = setting("uniform", kinds=("gossip",))
     """`uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`: weighted so that skipped messages do
@@ -187,11 +187,11 @@ class ExchangeConfig:
     """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
     [GALA] calls it sync_freq: 100 million, never, in its example."""
     patience_s: float = setting(5.0, between=(0.5, 1e6), kinds=("gossip",))
-    """Seconds after which a rank goes on without a model that does not come, and leaves out a peer that does not
+    """Seconds after which a rank continues without a model that does not come, and leaves out a peer that does not
     answer, until it does; never less than five of the rank's own updates. Ours."""
     compression: Literal["none", "bfloat16", "top_k"] = setting("none", kinds=("gossip",))
-    """What is sent of a model, for slow links. `none`: all, float32 [GALA, PALA]. `bfloat16`: all, rounded, half the
-    bytes (ours). `top_k`: what changed most since it was last sent (parallel Sarsa, Grounds & Kudenko)."""
+    """The part of a model that is sent, for slow links. `none`: all, float32 [GALA, PALA]. `bfloat16`: all, rounded,
+    half the bytes (ours). `top_k`: what changed most since it was last sent (parallel Sarsa, Grounds & Kudenko)."""
     top_k_fraction: float = setting(
         0.05, between=(1e-9, 1), kinds=("gossip",), unless={"exchange.compression": ("none", "bfloat16")}
     )
@@ -248,7 +248,7 @@ class GorilaConfig:
     target_period_updates: int = setting(60_000, between=(1, 1e12))
     """Server updates between two copies of the parameters to the target network [Gorila: 60,000; DQN: 10,000]."""
     optimiser: Literal["adagrad", "rmsprop"] = "adagrad"
-    """How the server applies gradients: AdaGrad [Gorila]; RMSprop, not centred [DQN: centred]."""
+    """Optimiser of the server: AdaGrad [Gorila]; RMSprop, not centred [DQN: centred]."""
     adagrad_learning_rate: float = setting(1e-2, between=(0, 1e6), unless={"gorila.optimiser": ("rmsprop",)})
     """Step size of AdaGrad. Ours; not tuned (docs/gorila.md)."""
     adagrad_epsilon: float = setting(1e-5, between=(1e-15, 1), unless={"gorila.optimiser": ("rmsprop",)})
@@ -261,14 +261,14 @@ class GorilaConfig:
     """Added to the mean square, under the root [DQN: 0.01 for gradients summed over 32 transitions; here they are
     averaged, so 0.01 / 32²]."""
     max_staleness_updates: int = setting(100, between=(0, 1e12))
-    """A shard discards gradients computed with parameters more than so many of its updates old [Gorila]. The number is
+    """A shard discards gradients computed with parameters older than this number of its updates [Gorila]. The number is
     ours; usual are, for each learner, up to twice `parameters_period_updates` and the minibatches that a step of its
     environments pays for."""
     loss_filter_deviations: float = setting(5.0, between=(0, 1e6))
-    """A learner discards gradients whose mean absolute error is more than so many standard deviations above the running
-    mean ("several" [Gorila]); 0 discards none. 5 is ours."""
+    """A learner discards gradients whose mean absolute error is more than this number of standard deviations above the
+    running mean ("several" [Gorila]); 0 discards none. 5 is ours."""
     loss_filter_horizon_updates: int = setting(1000, between=(2, 1e9), unless={"gorila.loss_filter_deviations": (0,)})
-    """Gradients that the running mean and deviation remember; of the first so many, none is discarded. Ours."""
+    """Gradients that the running mean and deviation remember; no gradient before that number is discarded. Ours."""
     epsilon_first: float = setting(1.0, between=(0, 1))
     """Probability of a random action until learning begins [DQN]."""
     epsilon_last: float = setting(0.1, between=(0, 1))
@@ -280,7 +280,7 @@ class GorilaConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where results go and how often."""
+    """The run's folder, and how often it is written to."""
 
     dir: str = "runs"
     """Folder in which the run's own folder is made. An existing run is never written over."""
@@ -292,10 +292,10 @@ class RunConfig:
     """Threads a rank, for torch and Atari alike; 0: the rank's share of the cores that it may use, no more
     than a container's quota or Slurm's allocation has."""
     console: Literal["auto", "panel", "lines", "none"] = "auto"
-    """What the lowest rank that lives shows: a live panel on a terminal, lines in a log file."""
+    """Output of the lowest rank that lives: a live panel on a terminal, lines in a log file."""
     spares: int = setting(0, between=(0, 1e6), decides="speed")
-    """So many of the job's ranks, the last ones, do not train but sleep until another dies, and then take its place.
-    With `exchange.kind` `gossip` or Gorila, and where a job outlives its ranks (docs/reliability.md)."""
+    """Number of the job's ranks, the last ones, that do not train but sleep until another dies, and then take its
+    place. With `exchange.kind` `gossip` or Gorila, and where a job outlives its ranks (docs/reliability.md)."""
     start_timeout_s: float = setting(300.0, between=(1, 1e6))
     """Seconds in which all ranks must have come up, or `launch/supervise.py` ends the job: a rank that ends before MPI
     has begun leaves the others waiting for ever. A cold file system of a cluster takes minutes."""
@@ -316,13 +316,13 @@ class EvaluationConfig:
     num_envs: int = setting(16, between=(1, 1e4))
     """Episodes played at the same time."""
     max_episode_steps: int = setting(100_000, between=(1, 1e12), games="others")
-    """Other than Atari: an episode is cut after so many steps, for environments without an end. Ours."""
+    """Other than Atari: steps after which an episode is cut, for environments without an end. Ours."""
     greedy: bool = False
     """The most probable action instead of a sampled one [PALA and GALA sample]; Gorila: never a random one."""
     epsilon: float = setting(0.05, between=(0, 1), evaluation_may_differ=True, algorithm="gorila")
     """Gorila: probability of a random action instead of the best, unless `greedy` [DQN, Gorila: 0.05]."""
     timeout_s: float = setting(14400.0, between=(1, 1e6))
-    """The evaluation at the end of training is given up after so long; the run is complete all the same."""
+    """Seconds after which the evaluation at the end of training is given up; the run is complete all the same."""
 
     @property
     def episodes_by_hand(self) -> int:

@@ -145,7 +145,7 @@ def _started(job: Job, watchdog: Watchdog) -> tuple[MpiCommunicator | None, Job]
 
 
 def _is_alone(processes: int) -> bool:
-    """Return True if MPI runs, but for this process only."""
+    """Return whether MPI runs, but knows only this process of `processes`."""
     from mpi4py import MPI
 
     return MPI.Is_initialized() and MPI.COMM_WORLD.size == 1 < processes

@@ -47,7 +47,7 @@ class Findings:
     rows: list[Row]
     hosts: list[list[Row]]
     advice: list[Advice]
-    """What stops training comes first."""
+    """Those that stop training come first."""
 
 
 Finding = Row | Advice

@@ -136,7 +136,7 @@ class PairPing:
 
 @dataclass(frozen=True)
 class Job:
-    """All facts that the doctor knows."""
+    """Facts of a job: all that the doctor knows."""
 
     launcher: Launcher
     hosts: list[Host]

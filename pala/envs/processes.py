@@ -27,11 +27,9 @@ class _InProcess(gymnasium.Wrapper):
     gymnasium's queue drops what cannot be pickled, and the rank would wait for it for ever."""
 
     def reset(self, **arguments: Any) -> Any:
-        """As the environment."""
         return self._shown("reset", lambda: self.env.reset(**arguments))
 
     def step(self, action: Any) -> Any:
-        """As the environment."""
         return self._shown("step", lambda: self.env.step(action))
 
     def _shown(self, what: str, call: Callable[[], Any]) -> Any:
@@ -109,19 +107,17 @@ class EnvProcesses(gymnasium.vector.AsyncVectorEnv):
             raise
 
     def reset(self, **arguments: Any) -> Any:
-        """As gymnasium's."""
         with self._telling_of_dead():
             return super().reset(**arguments)
 
     def step(self, actions: Any) -> Any:
-        """As gymnasium's."""
         with self._telling_of_dead():
             return super().step(actions)
 
     @contextlib.contextmanager
     def _telling_of_dead(self) -> Iterator[None]:
-        """What raises in a process is told there, or by who gets it here: gymnasium would say it once more, and stumble
-        over a percent sign in it."""
+        """Silence gymnasium's logger, and turn a process's death into one error. Errors are reported where they are
+        raised or caught; the logger would repeat them, and stumble over a percent sign."""
         before = gymnasium.logger.min_level
         gymnasium.logger.min_level = gymnasium.logger.ERROR + 1
         try:

@@ -223,8 +223,8 @@ class AtariEnvs(Envs):
 
 
 class _Outermost(gymnasium.Wrapper):
-    """Around each environment: what the vector environment needs. Infos stay here, but for the numbers in the last of
-    an episode that are asked for: of some (None beside a number, arrays of unlike lengths) it can make no arrays."""
+    """Wrapper of each environment for the vector environment. It lets through only the asked numbers of an episode's
+    last info: of some infos (None beside a number, arrays of unlike lengths) no arrays can be made."""
 
     def __init__(self, env: gymnasium.Env, episode_info: Sequence[str]) -> None:
         super().__init__(env)
@@ -426,8 +426,8 @@ def atari_rom(env_id: str) -> str:
 
 
 def checked_id(env_id: str) -> str:
-    """The id of an environment that is registered, once the module of a `module:id` has been imported, which runs its
-    code. Raises PalaError for any other."""
+    """Return the id of a registered environment. Imports the module of a `module:id` first, which runs its code. Raises
+    PalaError for any other."""
     module, _, name = env_id.rpartition(":")
     if module:
         import_module(module, "'env.id'")

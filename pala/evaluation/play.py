@@ -40,7 +40,7 @@ class Command:
     episodes: int = 0
     """Episodes that the window shows; 0: until it is closed."""
     speed: float = 1.0
-    """How many times as fast as people play."""
+    """Multiple of the speed at which people play."""
     greedy: bool = False
     """The most probable action instead of a sampled one; Gorila: no random actions."""
     seed: int = 0

@@ -63,7 +63,7 @@ class Policy:
         return actions[0] if is_single else actions
 
     def seed(self, seed: int) -> None:
-        """What `act` samples from now on is drawn from this seed."""
+        """Seed the samples that `act` draws from now on."""
         self.generator.manual_seed(seed)
 
     def export(self, file: str | Path) -> None:
@@ -87,8 +87,8 @@ class Policy:
             raise PalaError(f"'{file}' cannot be written: {reason(error)}.") from None
 
     def actor(self, greedy: bool, seed: int) -> Actor:
-        """A function from observations to actions, with a random stream of its own: sampled from the policy or, if
-        `greedy`, the most probable; of a Q-network the best, but with probability `epsilon` any, unless `greedy`."""
+        """Return a function from observations to actions, with a random stream of its own. Actions are sampled or, if
+        `greedy`, the most probable; a Q-network's are the best, but any with probability `epsilon`, unless `greedy`."""
         generator = torch.Generator().manual_seed(seed)
         return lambda observations: self._choose(observations, greedy, generator)
 
@@ -104,7 +104,7 @@ class Policy:
             return env_actions
 
     def _batch(self, observations: Any) -> tuple[np.ndarray, bool]:
-        """What the network gets, [B, ...], and whether a single observation was given."""
+        """Return the network's input, [B, ...], and whether a single observation was given."""
         is_single = _is_single(self.observation_space, observations)
         if self.inputs.is_identity:
             return (np.asarray(observations)[None] if is_single else np.asarray(observations)), is_single
@@ -142,7 +142,7 @@ def _is_single(space: gymnasium.Space, observations: Any) -> bool:
 
 
 def policy_of(run: Path, seed: int = 0, trust_run: bool = False, best: bool = False) -> Policy:
-    """What `pala.load_policy` does."""
+    """Return the policy of a run, as `pala.load_policy` does."""
     config = run_folder.config_of(run)
     run = run.absolute()  # an environment may change the working directory
     make_env, make_network = user_code.load_trusted(run, config, trust_run)
@@ -155,8 +155,8 @@ def policy_of(run: Path, seed: int = 0, trust_run: bool = False, best: bool = Fa
 def load_policy(
     run: Path, config: Config, envs: Envs, make_network: MakeNetwork | None = None, best: bool = False
 ) -> Policy:
-    """A completed run's final policy, or what its ranks' newest checkpoints hold; or the `best` that was kept while it
-    trained. Raises PalaError."""
+    """Return a completed run's final policy, or the one in its ranks' newest checkpoints; or the `best` that was kept
+    while it trained. Raises PalaError."""
     algorithm = ALGORITHMS[config.algorithm]
     with torch_weights(config.seed):  # as in training: buffers that are not saved are alike
         network = algorithm.make_network(envs.observation_space, envs.action_space, config, make_network)

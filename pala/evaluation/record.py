@@ -44,7 +44,7 @@ class Evaluation:
     steps_per_s: float
     returns: list[float]
     mean_info: dict[str, float] = field(default_factory=dict)
-    """Of the numbers in `env.episode_info`, where all are finite."""
+    """Means of the numbers in `env.episode_info`, where all are finite."""
     other_settings: dict[str, float] = field(default_factory=dict)
     """Those that were not the run's own; such a score is no result of the run, and stands in `evaluations.jsonl`
     alone."""

@@ -13,7 +13,7 @@ import importlib.resources
 import re
 
 SCORE_TABLE = "dqn_zoo random/human scores, 57 games"
-"""What an evaluation calls the table that it is normalised by."""
+"""Name of the table that an evaluation is normalised by."""
 
 
 def score_table(file: str) -> dict[str, dict[str, float]]:

@@ -34,7 +34,8 @@ class Window:
         self._title, self._clock, self._screen = title, self._pygame.time.Clock(), None
 
     def show(self, picture: np.ndarray, frames_per_s: float) -> bool:
-        """RGB uint8 [H, W, 3]; waits until it is time for it, by so many a second. False when the window was closed."""
+        """Show a picture, RGB uint8 [H, W, 3], when it is time for it at `frames_per_s`. Returns False when the window
+        was closed."""
         self._draw(enlarged(picture).swapaxes(0, 1))
         self._clock.tick(frames_per_s)
         return not any(self._is_end(event) for event in self._pygame.event.get())

@@ -49,7 +49,7 @@ class AllReduce(ModelExchange):
 
     @property
     def living(self) -> range:
-        """All: if one dies, the job ends."""
+        """All ranks: if one dies, the job ends."""
         return range(self._comm.size)
 
     @property

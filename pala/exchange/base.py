@@ -1,4 +1,4 @@
-"""What the learner sees of the other ranks: nothing but this. The variants of the system differ by this one object."""
+"""The exchange: all that a loop sees of the other ranks. The variants of the system differ by this one object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pala.system.output import say
 
 
 class End(NamedTuple):
-    """What all ranks that live agree on at the end."""
+    """The agreement of all living ranks at the end."""
 
     stop: Stop
     local_steps: np.ndarray  # uint64 [ranks]; of the dead, as far as anybody knows
@@ -95,7 +95,7 @@ def model_of_first(
 
 
 class Exchange(abc.ABC):
-    """What the loop of either algorithm tells the other ranks through."""
+    """The interface through which a loop, of either algorithm, reaches the other ranks."""
 
     waited_s = 0.0  # time in which this rank could not go on
     message_bytes = 0  # of the largest message
@@ -123,7 +123,7 @@ class Exchange(abc.ABC):
     @property
     @abc.abstractmethod
     def stop(self) -> Stop:
-        """Why training should end; NONE while it should not."""
+        """The reason to end training; NONE while it continues."""
 
     @abc.abstractmethod
     def stop_now(self, reason: Stop) -> None:
@@ -134,8 +134,8 @@ class Exchange(abc.ABC):
         first update. Collective."""
 
     def leave(self) -> bool:
-        """Hand this rank's steps on to the others, who go on without it. May wait a little. False if it must stay: then
-        it has said why. Not collective."""
+        """Hand this rank's steps to the others, which continue without it. May wait a little. Returns False if this
+        rank must stay; the reason is then printed. Not collective."""
         say(
             f"Process {os.getpid()} was told to leave ({LEAVE.name}), but only ranks of gossip and Gorila can: it "
             "stays. SIGUSR1 ends the whole job, with a checkpoint."
@@ -174,7 +174,7 @@ class ModelExchange(Exchange):
 
     @property
     def heals(self) -> int:
-        """How often `after_update` has put what peers sent in the place of this rank's model."""
+        """Number of times that `after_update` replaced this rank's model by what peers sent."""
         return 0
 
     def average_gradient(self, gradient: Tensor) -> bool:
@@ -190,8 +190,8 @@ class ModelExchange(Exchange):
         """Mix the parameters in place after an update from `steps` steps. May wait. Not collective.
 
         `healthy` is False if the parameters are not finite: then they are replaced by what peers sent, where peers send
-        models. Returns whether the parameters are finite now; where they are not, this rank cannot go on.
+        models. Returns whether the parameters are finite now; where they are not, this rank cannot continue.
         """
 
     def between_steps(self) -> None:
-        """Called between two steps, to move messages on. Returns at once. Not collective."""
+        """Move messages on between two steps. Returns at once. Not collective."""

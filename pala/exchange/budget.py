@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Stop(enum.IntEnum):
-    """Why training ends. Of several reasons the highest counts."""
+    """Reasons to end training. Of several the highest counts."""
 
     NONE = 0
     BUDGET = 1
@@ -35,8 +35,8 @@ class Stop(enum.IntEnum):
 
 @dataclass(slots=True, init=False, eq=False)
 class StepBudget:
-    """What one rank knows of everybody's steps, of who lives and of the end: a value that its transitions change in
-    place. None of them communicates."""
+    """One rank's knowledge of all ranks' steps, of the living ranks and of the end: a value that its transitions change
+    in place. None of them communicates."""
 
     rank: int
     size: int
@@ -49,7 +49,7 @@ class StepBudget:
     """Steps of every rank, uint64 [size]. The array is replaced, never changed, as messages on their way hold it."""
     sum_steps: int
     stop: Stop
-    """Why training ends here."""
+    """Reason why training ends on this rank."""
     present: Sequence[int]
     """Ranks whose process lives, as far as known here; sorted."""
     living: Sequence[int]
@@ -173,7 +173,7 @@ class StepBudget:
 
 
 class ExchangeState(NamedTuple):
-    """What a checkpoint keeps of an exchange."""
+    """The part of an exchange that a checkpoint keeps."""
 
     local_steps: list[int]  # of every rank, as far as known
     base_steps: int = 0  # steps made before the run's number of ranks changed

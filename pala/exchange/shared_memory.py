@@ -11,7 +11,7 @@ here: each learner has one broadcast buffer. After an update it
 So it never sends what nobody takes, and no model is overwritten while it is read. A rank whose parameters are not
 finite takes its turns all the same, but its buffer then says that it holds no model (ours): peers leave it out, and it
 takes theirs. Did it take no turn, it and a peer could wait for each other for ever. The graph is a directed ring, or
-complete. There is no way to go on without a rank that died, or whose buffer is not on this host.
+complete. Training cannot continue without a rank that died, or whose buffer is not on this host.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Window:
     """Memory that all ranks of a host see: of each some counts, which it alone writes, and its broadcast buffer."""
 
     def __init__(self, comm: Communicator, num_parameters: int, steps: int) -> None:
-        """`steps`: that this rank has made. Collective. Raises PalaError if there is not as much shared memory."""
+        """Share the block of memory, and write this rank's number of `steps` into it. Collective. Raises PalaError if
+        there is not as much shared memory."""
         columns = 4 + comm.size
         sizes = (comm.size * columns * 8, comm.size * num_parameters * 4)
         self._block = comm.share_memory(sum(sizes))
@@ -113,7 +114,7 @@ class SharedMemory(ModelExchange):
 
     @property
     def living(self) -> range:
-        """All: if one dies, the job ends."""
+        """All ranks: if one dies, the job ends."""
         return range(self._comm.size)
 
     @property

@@ -14,7 +14,7 @@ _LOOK_S = 0.5  # a rank that sleeps looks at signals so often
 
 
 class Beginning(NamedTuple):
-    """What a rank that sleeps has to know of those that train."""
+    """State at the start of training, as a spare that sleeps has to know it."""
 
     num_parameters: int
     signature: int  # of the network's layout
@@ -38,8 +38,8 @@ class Sleeping(abc.ABC):
         return self._budget.global_steps
 
     def until_needed(self) -> bool:
-        """Sleep. True if this rank has to take a place; False if training ends, or it is told to leave. Raises EndError
-        if training cannot go on."""
+        """Sleep. Returns True if this rank has to take a place; False if training ends, or it is told to leave. Raises
+        EndError if training cannot continue."""
         wait_asleep(self._may_wake, None, self._interrupt, _LOOK_S, sleep=self._wait)
         return self.is_needed and not self._interrupt.leave_requested
 

@@ -36,7 +36,7 @@ assert _HEADER.size <= _ALIGNMENT
 
 
 class Format(enum.IntEnum):
-    """What the bytes behind the counters hold. Messages without any are marked FLOAT32."""
+    """Format of the bytes behind the counters. Messages without any are marked FLOAT32."""
 
     FLOAT32 = 1
     BFLOAT16 = 2
@@ -50,7 +50,7 @@ class Format(enum.IntEnum):
 
 
 class Message(NamedTuple):
-    """A decoded message but for its parameters, which stay in the buffer."""
+    """A decoded message without its parameters, which stay in the buffer."""
 
     kind: enum.IntEnum
     sender: int
@@ -62,7 +62,7 @@ class Message(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why some bytes are not a message."""
+    """The reason why some bytes are not a message."""
 
     reason: str
 
@@ -75,7 +75,7 @@ NOTHING: Sizes = {Format.FLOAT32: range(1)}  # behind the counters
 
 
 class Wire:
-    """The messages of one run: so many ranks, so many parameters, this network, these kinds."""
+    """Encoder and decoder of one run's messages, for its number of ranks and parameters, its network and its kinds."""
 
     def __init__(self, num_ranks: int, num_parameters: int, signature: int, sizes: Mapping[KindT, Sizes]) -> None:
         """`sizes`: bytes that a message of each allowed kind and format may have behind the counters."""

@@ -1,4 +1,4 @@
-"""What a rank of Gorila is made of: roles, networks, shard and replay; and how these begin, are saved and go on."""
+"""Gorila's agent: a rank's roles, networks, shard and replay, and how these begin, are saved and continue."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SAVE_REPLAY_S = 3600.0
 
 @dataclass
 class GorilaAgent(Agent[GorilaExchange]):
-    """What one rank has of the one model that all ranks share, of which each shard serves a slice."""
+    """One rank's part of the model that all ranks share; each shard serves a slice of it."""
 
     rules: Rules
     frame_stack: int  # frames of an observation of which each step brings one; 1: whole observations

@@ -146,7 +146,7 @@ class DQN:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that checkpoints keep, by its name there; each shard's keeps its part."""
+        """Tensors that checkpoints keep, by their names there; each shard's checkpoint keeps a part of them."""
         return {"parameters": self.flat.data, "squares": self.squares, "target": self.target.data}
 
     def act(self, observations: Tensor, epsilon: float, generator: torch.Generator) -> Tensor:

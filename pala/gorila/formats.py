@@ -1,4 +1,4 @@
-"""What actors send to replay, and replay to learners, as bytes and back: raw little-endian arrays, never pickle.
+"""Formats of what actors send to replay, and replay to learners: raw little-endian arrays, never pickle.
 
 Both sides know the layout: a record of arrays, those of wider items first, so that each is aligned if the bytes are.
 The bytes are contiguous uint8 arrays. `encode` writes to the front of a buffer and returns that part of it. `decode`

@@ -1,4 +1,4 @@
-"""Who is there: what a rank of Gorila, awake or asleep, knows of the others. No torch, MPI, threads, clock.
+"""Members of a Gorila run: what a rank, awake or asleep, knows of the others. No torch, MPI, threads, clock.
 
     a rank is told to leave ──ASK_LEAVE──▶ first shard ──MAY_LEAVE──▶ the rank, which goes ──LEAVE──▶ all others
 
@@ -23,7 +23,7 @@ NOBODY_ELSE = "no other rank can do what it does"
 
 
 class Members:
-    """The roles of all ranks now, who answers, who may leave, and whether training can go on."""
+    """The present roles of all ranks, which of them answer and may leave, and whether training can continue."""
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class Members:
         return None
 
     def peer_died(self, rank: int) -> None:
-        """Count a rank as dead. Training goes on if another has its roles; once it ends, if it serves no shard."""
+        """Count a rank as dead. Training continues if another rank has its roles. Once it ends, only a shard's rank is
+        missed."""
         self.budget.peer_died(rank)
         self._lose(rank)
 
@@ -193,7 +194,7 @@ class Members:
 
 
 class Missing(NamedTuple):
-    """A loss without which training cannot go on."""
+    """A lost part without which training cannot continue."""
 
     ranks: list[int]  # that had it
     what: str  # completes the sentence "rank N has died, which ..."

@@ -27,7 +27,7 @@ class Kind(enum.IntEnum):
 
 
 ANSWERS = (Kind.MAY_LEAVE, Kind.MUST_STAY)
-"""What the first shard says to a rank that has asked whether it may leave."""
+"""Answers of the first shard to a rank that has asked whether it may leave."""
 ABOUT_LEAVING = (Kind.LEAVE, Kind.ASK_LEAVE, *ANSWERS)
 """Messages whose `round` numbers the rank that leaves (`Members`): one of another kind, damaged, is not believed."""
 ABOUT_MEMBERS = (Kind.STOP, Kind.PING, *ABOUT_LEAVING)

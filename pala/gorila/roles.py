@@ -1,4 +1,4 @@
-"""Who does what: the roles of every rank, from the configuration and the number of ranks. Pure.
+"""The roles of every rank, from the configuration and the number of ranks. Pure.
 
 `bundled`: every rank acts, learns and holds replay; the first ones serve a shard too. `separate`: the ranks are shards
 first, then replays, learners and actors, one role each; with a local replay, actors hold it.

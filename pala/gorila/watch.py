@@ -1,4 +1,4 @@
-"""Which ranks answer: those that take in a ping. No MPI, no threads, no clock.
+"""The watch for ranks that answer: those that take in a ping. No MPI, no threads, no clock.
 
 A message leaves when its receiver begins to take it in (`Packet.pending`), which the receiver's transport does by
 itself however long its learner is busy. So a ping that does not leave tells of a rank that is stopped, or behind a link

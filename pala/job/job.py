@@ -34,16 +34,17 @@ class RunInfo(NamedTuple):
 
 
 class Job:
-    """All ranks of a job, as one of them knows them when it begins, and the cores that they may use."""
+    """The ranks of a job, as one of them knows them at the beginning, and the cores that they may use."""
 
     patience_s = 300.0
-    """For the slowest rank, at the end."""
+    """Seconds that are waited for the slowest rank at the end."""
     stop_patience_s = 60.0
-    """The same where a run is stopped, for a rank that got no signal itself: after one it waits less (`waiting.py`).
-    Others may have to save, or be spares that were about to take a place."""
+    """Seconds that a rank without a signal waits for the others when a run is stopped; after a signal it waits less
+    (`waiting.py`). Others may have to save, or be spares that were about to take a place."""
 
     def __init__(self, comm: Communicator, config: Config, resume: Path | None = None) -> None:
-        """Collective. Raises CollectiveError if ranks were started with unlike configurations, or cannot be spares."""
+        """Gather the ranks' hosts and cores. Collective. Raises CollectiveError if ranks were started with unlike
+        configurations, or cannot be spares."""
         mine = flatten(to_table(config)) | {"resume": None if resume is None else str(resume)}
         first = comm.bcast(mine)
         collectively(comm, lambda: _check(mine, first, config.run.spares, comm))

@@ -21,30 +21,30 @@ class Result:
 
     run: Path
     status: str
-    """"completed"; "stopped" by a signal; of a rank that others went on without, "left"; of a spare that nobody needed,
-    "spared"."""
+    """"completed"; "stopped" by a signal; "left" on a rank that others continued without; "spared" on a spare that was
+    not needed."""
     global_steps: int
     signal: int | None  # number of the signal that stopped it
     leads: bool  # True on the lowest rank that lives
     exit_status: int  # for this rank's process
     stopped_early: str = ""
-    """Whose callback ended training before its budget was met, as `run.json` has it; "" if none did."""
+    """The callback that ended training before its budget was met, as `run.json` names it; "" if none did."""
     evaluation: Evaluation | None = None
     """The final policy's; None if it was left out ('evaluation.episodes' is 0) or could not be made, which the console
     and run.json say, and of a run that a signal stopped."""
     learning_curve: Path | None = None
     """The picture; None as above."""
     outcomes: dict[str, str] = field(default_factory=dict)
-    """What became of both: "done", or why not, as `run.json` has it."""
+    """Outcome of the evaluation and of the learning curve: "done", or why not, as in `run.json`."""
 
     @property
     def departs(self) -> bool:
-        """Whether this rank's process is to end at once: the others go on, or end, without it."""
+        """Whether this rank's process is to end at once: the others continue, or end, without it."""
         return self.status in ("left", "spared")
 
 
 Conclude = Callable[[Result, Config, Interrupt], Result]
-"""What the first rank does when training is over; the result, completed by what it gave."""
+"""The first rank's work after training: takes the result, and returns it completed."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Request:
 
     config: Config
     code: UserCode = NO_CODE
-    """What is given from Python; of a run that goes on, it wins over what the run was made with."""
+    """Code given from Python; in a resumed run it wins over what the run was made with."""
     callbacks: Callbacks = NO_CALLBACKS
     resume: Path | None = None
-    """Folder of the run that goes on."""
+    """Folder of the run to continue."""
     preset: str = ""
-    """What the name of a new run begins with; by default, the environment's."""
+    """Beginning of a new run's name; by default, the environment's."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """For run.json, from the first rank."""
     trust_run: bool = False
@@ -68,4 +68,4 @@ class Request:
     on_count: Callable[[int], None] | None = None
     """Called with the number of updates of this rank, after each: where tests plant faults."""
     conclude: Conclude | None = None
-    """What the first rank that lives does at the very end, alone."""
+    """Work of the first living rank at the very end, alone."""

@@ -125,7 +125,7 @@ class Training:
 
     def _keep(self) -> None:
         """Save, and judge the policy held from an earlier checkpoint, if this rank leads. What cannot be written is
-        said; the job goes on."""
+        reported; the job continues."""
         self._save_or_say()
         self._judge(self._run.view)
 
@@ -202,8 +202,8 @@ class Training:
         return self._exchange.stop
 
     def _cancel_leaving(self) -> Stop:
-        """Stay, since those who were to go on have died or left: only this rank, or others like it, can say how the run
-        ended. Returns why it ends."""
+        """Stay, since the ranks that were to continue have died or left: only this rank, or others like it, can report
+        how the run ended. Returns why it ends."""
         self._exchange.stop_now(Stop.ALL_LEAVE)
         if self._exchange.stop is Stop.ALL_LEAVE:
             self._say("was about to leave, but no other rank trains any more: the job ends.")

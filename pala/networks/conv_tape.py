@@ -35,8 +35,8 @@ class ConvTape(Tape):
         self, trunk: nn.Sequential, heads: Sequence[nn.Linear], precision: str, max_passes: int, observations: Tensor,
         pixel_low: float = 0.0, pixel_factor: float = 1 / 255,
     ) -> None:  # fmt: skip
-        """A tape that keeps at most `max_passes` passes of as many `observations` [B, C, H, W] as in this example, of
-        which each pixel x counts as (x - pixel_low) * pixel_factor."""
+        """Keep at most `max_passes` passes of batches shaped as the example `observations` [B, C, H, W]. A pixel x
+        counts as (x - pixel_low) * pixel_factor."""
         self._pixel_low, self._pixel_factor = pixel_low, pixel_factor
         self._convolutions = [layer for layer in trunk if isinstance(layer, nn.Conv2d)]
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32

@@ -6,7 +6,7 @@ a rollout has one policy; and what is normalised is clipped to ±10, as Stable-B
 
 The moments lie behind the parameters in one flat vector (`FlatParameters`), so they travel with the model and are
 averaged with it. What a rollout saw of them lies in the same place behind the gradient: an all-reduce averages it, and
-all ranks go on with the same moments. The optimiser leaves them alone.
+all ranks continue with the same moments. The optimiser leaves them alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Moments(nn.Module):
 
     @torch.no_grad()
     def learn(self, samples: int) -> None:
-        """Take in what is noted, of so many samples, and forget the note."""
+        """Take in what is noted of `samples` samples, and forget the note."""
         deviation = self._deviation
         shift, spread = self.seen["mean"] * deviation, self.seen["variance"] * deviation.square()
         if self.is_new:

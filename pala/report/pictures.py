@@ -1,6 +1,6 @@
 """The common part of pictures: colours, empty figures, panels, legends, files.
 
-matplotlib is imported by the functions that draw: it takes half a second, and training goes on where it is missing.
+matplotlib is imported by the functions that draw: it takes half a second, and training continues where it is missing.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Agent(abc.ABC, Generic[ExchangeT]):
 
     @property
     def coupling(self) -> int:
-        """How close the ranks' models are to be (`ExchangeKind.coupling`)."""
+        """Closeness that the ranks' models must have (`ExchangeKind.coupling`)."""
         return 0
 
     @property

@@ -48,7 +48,7 @@ class Moment:
 
 
 Callback = Callable[[Moment], object]
-"""Returns False to end training on all ranks; anything else, None as well, goes on."""
+"""Returns False to end training on all ranks; anything else, None as well, continues."""
 
 
 class Callbacks(NamedTuple):

@@ -128,7 +128,7 @@ def check_identity(run: Path, identity: tuple[int, int] | None) -> None:
 
 
 def join_lock(run: Path) -> BinaryIO:
-    """For the other ranks, while rank 0 has the lock. Raises PalaError if they cannot see the same folder."""
+    """Share the lock that rank 0 holds. Raises PalaError if this rank cannot see the same folder."""
     try:
         file = open_to_read(run / LOCK)
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """One append-only metrics file a rank (JSON lines). Files are the truth: console, TensorBoard and plots read them.
 
 Keys and units: docs/metrics.md. A record has a `type`: `start` (of a segment), `episode` or `interval`. A resumed run
-goes on in the same file; records of steps that were lost with the crash are dropped by the reader.
+continues in the same file; records of steps that were lost with the crash are dropped by the reader.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pala.system.output import say
 
 Record = dict[str, Any]
 SECTIONS = ("environment", "inference", "update", "exchange", "wait", "other")
-"""Where a rank's time goes: fields `time_SECTION`, which sum to 1."""
+"""Parts of a rank's time: fields `time_SECTION`, which sum to 1."""
 
 _NO_RETURN = b'"return":null'  # an episode whose return is not finite, which no figure can take in
 
@@ -41,14 +41,14 @@ def metrics_files(run: Path) -> list[Path]:
 
 
 def packed_alone(run: Path, ranks: int) -> Path | None:
-    """Return metrics of one of so many ranks that are there packed only, if there are any."""
+    """Return a metrics file of the first `ranks` ranks that is there packed only, if there is any."""
     plain = [metrics_path(run, rank) for rank in range(ranks)]
     packed = (path.with_name(f"{path.name}.gz") for path in plain if not path.exists())
     return next((path for path in packed if path.exists()), None)
 
 
 class MetricsWriter:
-    """Appends records. A full disk is reported once; training goes on, and the file again when it can."""
+    """Appends records. A full disk is reported once; training continues, and the file too as soon as it can."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = path, rank
@@ -146,7 +146,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 
 
 def _without_lost(tail: Tail) -> list[Record]:
-    """All records of a rank but those that were made after a checkpoint and lost with a crash."""
+    """Return the records of a rank without those that were made after a checkpoint and lost with a crash."""
     kept: list[Record] = []
     for record in tail.read():
         while record["type"] == "start" and kept and kept[-1]["time_s"] > record["time_s"]:
@@ -156,8 +156,8 @@ def _without_lost(tail: Tail) -> list[Record]:
 
 
 def read_run(run: Path) -> list[list[Record]]:
-    """All records of every rank that count: not those made after a checkpoint and lost with a crash, nor what segments
-    that began without a rank did not go on from. Raises PalaError if a file is damaged."""
+    """Return every rank's records that count. Left out are those lost with a crash after a checkpoint, and those that a
+    later segment, begun without their rank, did not continue from. Raises PalaError if a file is damaged."""
     ranks = [_without_lost(Tail(path)) for path in metrics_files(run)]
     starts = [record for records in ranks for record in records if record["type"] == "start"]
     starts.sort(key=lambda start: start["time_s"], reverse=True)

@@ -112,7 +112,7 @@ class Run:
 
     @property
     def view(self) -> RunView | None:
-        """What the metrics of all ranks show, if this rank leads."""
+        """View of all ranks' metrics, if this rank leads."""
         return self._reporter.view if self._reporter is not None else None
 
     def stop_leading(self) -> None:
@@ -231,8 +231,8 @@ def open_run(comm: Communicator, config: Config, resume: Path | None, preset: st
     """Make or take up the run's folder, a new segment in it, and lock it on every rank until the block ends.
     Collective.
 
-    A new run's folder is named after `preset`, unless the configuration says how. `resume`: the folder of the run that
-    goes on.
+    A new run's folder is named after `preset`, unless the configuration says how. `resume`: the folder of the run to
+    continue.
     """
     from pala.run import checkpoint, user_code  # torch
 
@@ -282,7 +282,7 @@ def locked_too(run: Run, is_locked: bool) -> Iterator[Run]:
 
 
 def _say_of_name(run: Path, config: Config) -> None:
-    """Say so if the run that goes on does not take the name that it is given."""
+    """Report that a resumed run does not take the name that it is given."""
     if (name := run_folder.own_name(run, config)) != config.run.name:
         say(
             f"'run.name' ('{config.run.name}') is not used: the run goes on in its folder as '{name}'. For another "

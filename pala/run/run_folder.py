@@ -49,8 +49,8 @@ def check_place(config: Config) -> None:
 
 
 def own_name(run: Path, config: Config) -> str:
-    """Return the name that a run which goes on keeps: the given one, if it is none or its folder's (as of one that was
-    moved), or else the one before."""
+    """Return the name that a resumed run keeps: the given one, if that is empty or its folder's (as of a folder that
+    was moved), else the name before."""
     return config.run.name if config.run.name in ("", run.resolve().name) else config_of(run).run.name
 
 
@@ -131,10 +131,10 @@ def remove_unfinished(run: Path) -> None:
 
 
 def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
-    """Return whether a job that came after so many segments has done all that it does, by its record, and no rank of it
-    lives, as far as the folder's lock tells. Where there are no locks, a job that was stopped must have said that all
-    is saved: Gorila's replay takes long. `was_locked`: it was seen to hold the lock. Then it is over when nobody holds
-    it, whatever its record says: all its ranks may have been killed."""
+    """Return whether the job after `earlier_segments` segments is over: its record says so, and no rank of it lives, as
+    far as the folder's lock tells. Where there are no locks, a job that was stopped must have said that all is saved:
+    Gorila's replay takes long. `was_locked`: it was seen to hold the lock. Then it is over when nobody holds it,
+    whatever its record says: all its ranks may have been killed."""
     try:
         segments = read(run)["segments"]
     except PalaError:
@@ -268,7 +268,7 @@ class RunRecord:
 
     @classmethod
     def take_over(cls, path: Path, check: Callable[[], None] = lambda: None) -> RunRecord:
-        """Take over the record of a segment that goes on after the rank that kept it was lost."""
+        """Take over the record of a segment that continues after the loss of the rank that kept it."""
         return cls(path, read(path), check)
 
     @property

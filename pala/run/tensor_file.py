@@ -57,7 +57,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:
-    """The checked header. Its own checksum stays as it is in every format, so that the format can be believed."""
+    """Return the checked header. Its own checksum is the same in every format, so that the format can be believed."""
     if crc != _text_crc(text):
         raise PalaError(f"Checkpoint '{path}' is damaged: a checksum does not fit.")
     try:

@@ -73,7 +73,7 @@ def check_trust(run: Path, config: Config, trust_run: bool, given: UserCode = NO
 
 
 def _whole_command() -> str:
-    """The command to give instead, of a program that is no job of mpirun's."""
+    """Return the command to give instead, for a program that mpirun does not start."""
     program = sys.argv[0]
     if Path(program).parent.name == "pala" and Path(program).stem in ("evaluate", "play"):
         program = f"python -m pala.{Path(program).stem}"
@@ -116,8 +116,8 @@ def _say_once(text: str) -> None:
 
 
 def load(run: Path, given: UserCode = NO_CODE) -> UserCode:
-    """The factories that the run was made with, but for those `given`; runs their code. After `check_trust`. Raises
-    PalaError if one cannot be loaded."""
+    """Return the factories that the run was made with, in place of those not `given`. Runs their code: call
+    `check_trust` first. Raises PalaError if one cannot be loaded."""
     return UserCode(*(factory or _load_one(run, what) for what, factory in given._asdict().items()))
 
 
@@ -128,7 +128,7 @@ def load_trusted(run: Path, config: Config, trust_run: bool) -> UserCode:
 
 
 def _kept(run: Path, what: str) -> Path | None:
-    """The file that a factory is kept in; a name wins over a pickle."""
+    """Return the file that a factory is kept in; a name wins over a pickle."""
     return next((file for ending in CODE_ENDINGS if (file := run / f"{what}.{ending}").exists()), None)
 
 
@@ -142,7 +142,7 @@ def _minor(version: str) -> list[str]:
 
 
 def _to_keep(what: str, factory: Any) -> tuple[str, bytes]:
-    """The ending of the file that a factory is kept in, and its content."""
+    """Return the ending and the content of the file that a factory is kept in."""
     imported_by = name_of(factory)
     if imported_by is not None:
         return "txt", imported_by.encode()
@@ -172,7 +172,7 @@ def _load_one(run: Path, what: str) -> Any:
 
 
 def _pieces(run: Path, config: Config, given: UserCode) -> list[str]:
-    """What would be run of a run's code, in words."""
+    """Describe the parts of a run's code that would be run."""
     files = [_kept(run, what) for what, factory in given._asdict().items() if factory is None]
     pieces = [f"'{file}' (a {'name' if file.suffix == '.txt' else 'pickle'})" for file in files if file is not None]
     return pieces + [f"{key!r} {value}" for key, value in named_code(config).items()]

@@ -1,4 +1,4 @@
-"""A run as its metrics files show it while it goes on: for who leads, who shows it and judges it."""
+"""A run as its metrics files show it during training, for the rank that leads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Episodes:
 
 
 class RunView:
-    """A run as its metrics files show it while it goes on."""
+    """A run as its metrics files show it during training."""
 
     def __init__(self, run: Path, ranks: int) -> None:
         self._tails = [Tail(metrics_path(run, rank)) for rank in range(ranks)]

@@ -96,7 +96,7 @@ class MpiJob:
             return None
 
     def outlives_its_ranks(self, is_over: Callable[[], bool], limit_s: float | None = None) -> bool:
-        """Wait for the launcher's end. Returns True if it goes on though the job is over.
+        """Wait for the launcher's end. Returns True if the launcher continues though the job is over.
 
         Open MPI's mpirun (5.0.11) was seen to wait for itself for ever when all its ranks had ended. `is_over` is asked
         every `LOOK_S`. Raises TimeoutError after `limit_s`."""
@@ -151,7 +151,7 @@ def run_job(
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run a job to its end, its output appended to `log`. Raises PalaError with the output's tail if it fails or takes
-    too long. `is_over`: says if the job's work is done though the launcher goes on, which is then ended.
+    too long. `is_over`: says if the job's work is done though the launcher continues, which is then ended.
 
     Whatever happens, none of its processes on this machine is left: if the job must end early, as when an exception
     comes, the launcher gets `stop_signal` and `patience_s` seconds; then, or at another exception, they are killed.

@@ -1,4 +1,4 @@
-"""Where Python looks for modules: in the working directory only for the user's own code, and only once it is trusted.
+"""Python's search path: the working directory is on it only for the user's own code, and only once that is trusted.
 
 The working directory may be a run's folder from elsewhere, or hold one. torch and other libraries look for optional
 modules, as `dill`: whatever has such a name there would be executed. `import pala` loads this module before all else.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AtUpdate:
-    """Something that happens to a rank when it has made so many updates."""
+    """An event that happens to a rank when it has made `update` updates."""
 
     rank: int
     update: int

@@ -1,4 +1,4 @@
-"""What the protocol asks its driver to do. Pure."""
+"""Actions: requests of the protocol to its driver. Pure."""
 
 from __future__ import annotations
 

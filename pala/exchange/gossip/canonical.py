@@ -1,4 +1,4 @@
-"""What does not matter of a rank's state: `canonical` makes states alike that nothing can tell apart later. Pure.
+"""The canonical form of a rank's state: `canonical` makes states equal that no later event can tell apart. Pure.
 
 A search of all states (`tests/explorer/`) rests on it. It stands beside the protocol because each line is a claim about
 the protocol: whatever changes there may make one of them false.

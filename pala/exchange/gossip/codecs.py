@@ -1,4 +1,4 @@
-"""How a model travels: from parameters to bytes and back, and into the average of those that came.
+"""Codecs: models from parameters to bytes and back, and into the average of the received ones.
 
 One class a value of `exchange.compression`, used by every rank of a run alike. A codec knows weights, but not the rule
 that gives them (`mixing.py`), and no message. What came from others is checked and summed where it was received, on the
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 
 class Codec(abc.ABC):
-    """What one rank sends of its models, and what has come from others since its last mix.
+    """Codec of one rank: packs what it sends of its models, and sums what it received since its last mix.
 
     Memory does not grow with the number of ranks: what comes is staged, checked and added to one sum. The transport's
     thread stages while the learner's packs or mixes; whoever adds, mixes, heals or clears holds the driver's lock.
@@ -276,7 +276,7 @@ class TopK(Codec):
         self._values = torch.empty(0)
 
     def _plan_sample(self, size: int, device: torch.device) -> tuple[Tensor, int]:
-        """(indices of the sample, which of its values, counted from the smallest, is the threshold)."""
+        """Return the indices of the sample, and which of its values, counted from the smallest, is the threshold."""
         if size <= _SAMPLE:
             return torch.arange(size, device=device), size - self.most + 1
         sample = torch.randint(size, (_SAMPLE,), generator=torch.Generator().manual_seed(0)).sort().values
@@ -294,7 +294,8 @@ class TopK(Codec):
         return _some(indices, values)
 
     def _choose(self, change: Tensor) -> Tensor:
-        """Indices, rising, of at most `most` parameters that changed. NaN is always chosen: peers must refuse it."""
+        """Return rising indices of at most `most` parameters that changed. NaN is always chosen: peers must refuse
+        it."""
         threshold = float(change[self._sample].kthvalue(self._rank_in_sample).values)
         threshold = math.inf if math.isnan(threshold) else max(threshold, _TINY)
         if change.is_cuda:
@@ -313,7 +314,7 @@ class TopK(Codec):
         return None if _is_finite(self._values) else NOT_FINITE
 
     def _read(self, format_: Format, data: Tensor) -> tuple[Part, Tensor]:
-        """(indices, values), in the same memory."""
+        """Return (indices, values) as views of `data`."""
         if format_ is Format.FLOAT32:
             return None, data.view(torch.float32)
         half = data.numel() // 2

@@ -1,9 +1,10 @@
-"""The one driver of the gossip protocol: it tells the protocol what happens, and carries out what that asks for.
+"""The one driver of the gossip protocol: it tells the protocol what happens, and carries out the actions that it
+returns.
 
 Training drives it over MPI, tests over threads of one process, the simulator over a simulated network, the benchmark of
 the protocol over a queue. They differ by the transport, and by what holds the models: tensors, or a few numbers.
 
-Two threads meet here under one lock: the learner's, which finishes updates and asks to go on, and the transport's,
+Two threads meet here under one lock: the learner's, which finishes updates and asks to continue, and the transport's,
 which brings messages when the learner's does not fetch them between two steps. Each holds the lock for well under a
 millisecond; for about one on a GPU, for about two with `top_k`. Only the learner's thread touches the parameters, and
 only between two updates. Between two steps of a rollout it exchanges a copy of them (`between_steps`); the moves are
@@ -60,7 +61,7 @@ def make_protocol(rules: Rules) -> GossipProtocol:
 
 
 class Opened(NamedTuple):
-    """What a packet turned out to be: a message, or why it is none. Of a model that is rejected, both."""
+    """A decoded packet: a message, or the reason why it is none; for a rejected model both."""
 
     message: Message | None
     refusal: Refusal | None = None
@@ -336,8 +337,8 @@ class GossipDriver(Receiver):
                 assert isinstance(action, (Wait, GoOn)), action  # `advance` returns them
 
     def _send_control(self, action: SendControl) -> None:
-        """Send a message, but keep at most 8 unsent replies for each peer: one that receives nothing, and goes on
-        sending what has to be rejected, must not fill this rank's memory."""
+        """Send a message, but keep at most 8 unsent replies for each peer: a peer that receives nothing, but continues
+        to send what has to be rejected, must not fill this rank's memory."""
         packet = self.models.control(action.message)
         if action.message.kind not in NEWS:
             self._replies = [reply for reply in self._replies if reply[1].pending]
@@ -347,8 +348,8 @@ class GossipDriver(Receiver):
         self.transport.send(action.peer, packet)
 
     def _takes_nothing(self, peer: int) -> bool:
-        """Whether so many models are under way to this peer that it cannot have taken the last: what it sends, credits
-        above all, must not make them more."""
+        """Return whether the models under way to this peer are too many for it to have received the last: its messages,
+        credits above all, must not add to them."""
         return sum(one.peers == (peer,) and one.packet.pending > 0 for one in self.snapshots) >= _MOST_UNDER_WAY
 
     def _send_model(self, action: SendModel) -> None:

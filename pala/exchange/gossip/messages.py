@@ -9,7 +9,7 @@ from pala.exchange.wire import NOTHING, Sizes
 
 
 class Kind(enum.IntEnum):
-    """What a message is for."""
+    """Purpose of a message."""
 
     MODEL = 1
     CREDIT = 2  # whoever receives this may send to its sender again
@@ -24,7 +24,7 @@ class Kind(enum.IntEnum):
 WITH_MODEL = (Kind.MODEL, Kind.OFFER, Kind.ANSWER)
 WITHOUT_MODEL = tuple(kind for kind in Kind if kind not in WITH_MODEL)
 NEWS = (Kind.STOP, Kind.LEAVE)
-"""What is said once, and must arrive."""
+"""Kinds that are sent once, and must arrive."""
 
 
 def gossip_sizes(model: Sizes, kinds: Iterable[Kind] = Kind) -> dict[Kind, Sizes]:

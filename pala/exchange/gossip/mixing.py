@@ -1,4 +1,4 @@
-"""What models weigh when they are averaged: the mixing rules. Pure: numbers only; `codecs.py` does the arithmetic.
+"""The mixing rules: weights of models in an average. Pure: numbers only; `codecs.py` does the arithmetic.
 
 A mix of a rank's own model x, whose weight is w, with models m that carry weights v is
 

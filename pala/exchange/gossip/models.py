@@ -4,7 +4,7 @@
 |---|---|
 | snapshots on their way | two (`driver.py`); `paired`: one an open offer or answer, at most two a peer |
 | models that exchange in the middle of a rollout | two, on the parameters' device: they are compared at its end |
-| what is being received | one; but for `TopK` another, the sum of what came: they change places |
+| what is being received | one; `TopK` has another, the sum of what came: they change places |
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pala.exchange.wire import Format, Message, Refusal, Wire
 class SendBuffer:
     """One outgoing model: header and parameters in one block of (pinned) host memory.
 
-    On a GPU the copy runs on a stream of its own: the learner goes on at once, `ready` says when the block is whole.
+    On a GPU the copy runs on a stream of its own: the learner continues at once, `ready` says when the block is whole.
     """
 
     def __init__(self, wire: Wire, codec: Codec, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class SendBuffer:
 
     @property
     def held(self) -> Held:
-        """What was sent, when it is ready."""
+        """The sent model as peers receive it, once it is ready."""
         return Held(self._format, self._block[self._wire.control_bytes : len(self.data)])
 
     def fill(self, message: Message, parameters: Tensor, whole: bool = True) -> None:
@@ -90,7 +90,7 @@ class ReceiveBuffer:
 
     @property
     def data(self) -> np.ndarray:
-        """Where the next model is to be received."""
+        """Memory for the next model to be received."""
         return self._blocks[0].numpy()
 
     def take_in(self, received: np.ndarray) -> None:

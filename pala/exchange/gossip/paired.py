@@ -7,7 +7,7 @@ Two ranks move towards each other by the same amount, whatever happens to them m
    with f = 1 / (1 + k);
 3. *moves* when its own offer is answered: x <- x + f (y - s).
 
-A rank has one open offer, but for those to peers that are `silent`. Each gets one reply, an answer or a refusal (a
+A rank has one open offer, except for those to peers that are `silent`. Each gets one reply, an answer or a refusal (a
 credit), after which the process lock is free. A rank that takes a model in place of its own makes its open offers
 *void*.
 

@@ -9,11 +9,11 @@ After each update, a rank
 1. *owes* its model to the peers that the topology names for this round, and sends it to those whose process lock is
    free; a debt that meets a held lock is dropped at the next update, but with `max_staleness` 0 it stays;
 2. *mixes* if it has a full round of models in its inbox (one, or one from every living peer in the complete graph);
-3. *waits* first if it made more than `max_staleness` updates since its last mix, and goes on paying its debts. After
-   `again_s` it sends its model once more, to the next round's peers; after `patience_s` it *gives up*, and waits no
-   more until a model comes.
+3. *waits* first if it made more than `max_staleness` updates since its last mix, and continues to pay its debts.
+   After `again_s` it sends its model once more, to the next round's peers; after `patience_s` it *gives up*, and waits
+   no more until a model comes.
 
-A peer that has held a model for `patience_s` is *silent*; a rank that finds that it was itself away for so long
+A peer that has held a model for `patience_s` is *silent*; a rank that finds that it was itself away for that time
 *returns*. Here is what all ranks do; how models travel is in `one_way.py` and `paired.py`. Why all this is so:
 docs/architecture.md, "One update, seen from one rank"; for models that travel in parts "Compression". What models weigh
 is the mixing rule's (`mixing.py`).
@@ -38,7 +38,8 @@ from pala.exchange.wire import Message
 
 
 class GossipProtocol(abc.ABC):
-    """The transitions of a rank that keeps to the rules. Every method is pure but for the state; none communicates."""
+    """The transitions of a rank that keeps to the rules. Every method changes the state and nothing else; none
+    communicates."""
 
     kinds: ClassVar[tuple[Kind, ...]]
     """Kinds of its messages."""
@@ -60,8 +61,8 @@ class GossipProtocol(abc.ABC):
         s.resumed_s = now_s
 
     def clock(self, s: GossipState, now_s: float) -> None:
-        """Take in what a clock says that only goes forward, as often as may be. That nobody looked at it for long
-        means that this rank was away."""
+        """Take in the time of a monotonic clock; call this often. A long gap between two calls means that this rank was
+        away."""
         gap_s = now_s - s.now_s
         s.now_s = now_s
         if gap_s > s.patience_s and len(s.budget.living) > 1:
@@ -113,14 +114,14 @@ class GossipProtocol(abc.ABC):
 
     def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
         """Do what may be done in the middle of a rollout, whose parameters must not change. Moves are then owed to the
-        model, and made at the end of the update. By the rules by which models go one way, nothing."""
+        model, and made at the end of the update. Where models travel one way, nothing is done here."""
         return []
 
     def message_came(
         self, s: GossipState, message: Message, took_s: float = 0.0, late: bool = False, rejected: bool = False
     ) -> list[Action]:
-        """Take in a message of `message.sender`. Of a model: `took_s` seconds until it came; `late`: so many that its
-        memory has been given up; `rejected`: it holds what no model may hold."""
+        """Take in a message of `message.sender`. Of a model: `took_s`: seconds until it came; `late`: it took too long,
+        and its memory has been given up; `rejected`: it holds what no model may hold."""
         s.budget.merge(message.local_steps, message.stop)
         if message.kind is Kind.LEAVE:
             s.budget.rank_left(message.sender)

@@ -1,6 +1,6 @@
 """Gossip of a spare rank that sleeps: it hears who dies, leaves and joins, and of the end, and has no model.
 
-Its driver and protocol are those that it goes on with when it is needed. Loads no torch.
+It keeps its driver and protocol when it is needed and trains. Loads no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one rank's gossip knows and remembers, as a value, and the rules that all ranks keep to. Pure.
+"""State of one rank's gossip, as a value, and the rules that all ranks keep to. Pure.
 
 The protocol's events (`protocol.py`) change a `GossipState` in place. Whoever wants to look at a rank, keep a part of
 it, compare two or begin from another one needs nothing else: there is no other memory behind it.
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rules:
-    """What all ranks of a run keep to."""
+    """Rules that all ranks of a run keep to."""
 
     topology: str
     max_staleness: int
     seed: int = 0
     """Seed of the random topology."""
     whole_every: int = 1
-    """One of so many sends must carry the whole model, the others may carry a part. Prime, or in the exponential graph,
-    whose rounds repeat, some ranks might get no whole model at all."""
+    """Number of sends of which one must carry the whole model; the others may carry a part. Prime: otherwise in the
+    exponential graph, whose rounds repeat, some ranks might get no whole model at all."""
     again_s: float = 2.0
     """Seconds until a waiting rank sends its model once more."""
     patience_s: float = 5.0
-    """How long others may keep a rank waiting; longer if its own updates take long."""
+    """Seconds that others may keep a rank waiting; longer if its own updates take long."""
     exchanges_per_update: int = 1
     """Offers that a rank may make in an update of the paired exchange. With more than one, ranks offer, answer and
     move between two steps of a rollout, too."""
@@ -130,7 +130,7 @@ class GossipState:
 
     @property
     def transfer_patience_s(self) -> float:
-        """How long a model may be on its way: longer on a slow link."""
+        """Time that a model may be under way: longer on a slow link."""
         return max(self.patience_s, 5 * self.transfer_s)
 
     @property

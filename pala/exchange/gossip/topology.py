@@ -1,4 +1,4 @@
-"""Who sends to whom: pure functions of (rank, living ranks, round, seed). No MPI, no torch.
+"""Topologies: the peers of a rank as pure functions of (rank, living ranks, round, seed). No MPI, no torch.
 
 All four graphs are regular: when every living rank is in the same round, every rank receives exactly as many models
 as it sends, so the mixing matrix is doubly stochastic and averaging keeps the mean.

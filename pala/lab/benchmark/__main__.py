@@ -1,4 +1,4 @@
-"""How fast is training on this machine, and how far from its limit? `python -m pala.benchmark`.
+"""Measure how fast training is on this machine, and how far from its limit: `python -m pala.benchmark`.
 
     Pong, 1 and 2 ranks              python -m pala.benchmark --ranks 1 2
     a preset, with other settings    python -m pala.benchmark pala/pong --a2c.rollout-steps 5
@@ -71,8 +71,8 @@ class Command:
     output: Path | None = None
     """Folder to make for the results. Default: runs/benchmark-TIME."""
     slowdown: float = 1.0
-    """How many times slower the last rank is to be: it sleeps after each step, by the processor's time that its threads
-    took. For a look at stragglers."""
+    """Factor by which the last rank is to be slower: it sleeps after each step, by the processor's time that its
+    threads took. For a look at stragglers."""
     quick: bool = False
     """Under a minute, with 2 ranks (1 on one core); ends with status 1 if an exchange costs more than a tenth."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)

@@ -1,4 +1,4 @@
-"""What is made of the benchmark's raw rounds: bounds, speeds and their ratios. Pure.
+"""Analysis of the benchmark's raw rounds: bounds, speeds and their ratios. Pure.
 
 The lower bound of a step's time is the environment's own time plus the network's floating-point operations, one forward
 and one backward pass, at the rate at which the machine multiplies matrices; nothing that this design does can be
@@ -25,7 +25,7 @@ PARTS = ("forward", "backward", "optimiser")
 
 @dataclass(frozen=True)
 class Parts:
-    """What the machine can do, with one number of ranks in one precision. Microseconds a step of a rank; medians."""
+    """Costs of a step's parts, with one number of ranks in one precision: microseconds a step of a rank; medians."""
 
     ranks: int
     threads: int  # a rank
@@ -39,7 +39,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Training:
-    """What training reaches, with one number of ranks, in one precision, with one exchange."""
+    """Speed of training, with one number of ranks, in one precision, with one exchange."""
 
     ranks: int
     precision: str

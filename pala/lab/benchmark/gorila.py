@@ -1,4 +1,4 @@
-"""What the benchmark measures of Gorila on one rank: as `measure.py` of A2C, everything for one environment step.
+"""Measurements of Gorila on one rank: like those of A2C in `measure.py`, for one environment step.
 
 Every `update_period_steps` steps pay for one minibatch: a pass of the target network, one of the network (two with
 double DQN), and one back. Acting is not in the operations, since a random action needs no pass.

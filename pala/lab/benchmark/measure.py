@@ -1,4 +1,4 @@
-"""What the benchmark measures on one rank: the environment, the network's passes, matrices, and training as it is.
+"""Measurements on one rank: the environment, the network's passes, matrices, and training as it is.
 
 Everything is given for one environment step of this rank: a rollout's passes are divided by its steps.
 """
@@ -73,10 +73,10 @@ def flops_of(network: Network, observation_space: gymnasium.Space) -> tuple[int,
 
 
 class ContinuedEnvs(Envs):
-    """Games that go on from one measurement to the next: to begin 16 Atari games anew takes more than a second.
+    """Games that continue from one measurement to the next: to begin 16 Atari games anew takes more than a second.
 
-    They can make their rank a slow one: after each step it then sleeps, for so many times what it has computed since
-    the last one.
+    They can slow their rank down: after each step it then sleeps, for a multiple of its computing time since the last
+    sleep.
     """
 
     def __init__(self, envs: Envs, seeds: np.ndarray, threads: int = 1, slowdown: float = 1.0) -> None:
@@ -230,7 +230,7 @@ def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -
 
 
 class Trial:
-    """Training on all ranks as `pala.train` does it, but for its files. Each run starts from the same weights."""
+    """Training on all ranks as `pala.train` does it, without its files. Each run starts from the same weights."""
 
     def __init__(
         self, comm: Communicator, config: Config, envs: ContinuedEnvs, agent: A2CAgent, first_weights: torch.Tensor
@@ -255,7 +255,7 @@ class Trial:
         return self._config.a2c.rollout_steps
 
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
-        """Train for so many steps, about `seconds` long (0: a record an update). Collective.
+        """Train for `global_steps` steps, about `seconds` long (0: a record an update). Collective.
 
         Returns this rank's interval records, and before them one of the beginning.
         """

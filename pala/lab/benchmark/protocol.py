@@ -1,4 +1,4 @@
-"""What the protocol itself costs, apart from copying and sending models: no MPI, no torch, one process.
+"""Costs of the protocol itself, apart from copying and sending models: no MPI, no torch, one process.
 
 Each message carries the steps of all ranks (8 bytes a rank), so its cost could grow with the number of ranks.
 """
@@ -80,7 +80,7 @@ def _num_sent(jobs: list[_Job]) -> int:
 
 
 class _Post(Transport):
-    """What is sent lies in one queue until it is brought."""
+    """A transport whose packets lie in one queue until they are brought."""
 
     def __init__(self, rank: int, post: deque[tuple[int, Received]]) -> None:
         self._rank, self._post = rank, post

@@ -1,4 +1,4 @@
-"""What the benchmark asks of one job of ranks, as a file between the program and its ranks."""
+"""The benchmark's request to one job of ranks, as a file between the program and its ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pala.system.text import counted
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What is to be measured in one job."""
+    """Measurements that one job is to make."""
 
     ranks: int
     exchanges: tuple[str, ...]

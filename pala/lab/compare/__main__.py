@@ -7,7 +7,8 @@
     the same as jobs of Slurm                  python -m pala.compare PRESET --submit
 
 Each run is a job of MPI of its own, in runs/NAME; the report and copies of the runs go to results/NAME. ^C or SIGTERM
-ends the present job with a checkpoint, and the next call goes on. docs/compare.md explains the preset and the measures.
+ends the present job with a checkpoint, and the next call continues. docs/compare.md explains the preset and the
+measures.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Command:
     """Run what is missing of variants x games x rank counts x seeds, and report all of it."""
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
-    """What is compared: a TOML file, or the name of one in configs/compare/, such as `pong`."""
+    """Preset of the comparison: a TOML file, or the name of one in configs/compare/, such as `pong`."""
     only: tuple[str, ...] = ()
     """Variants and games; runs of others are not started. The report has all."""
     add: tuple[Path, ...] = ()
@@ -113,8 +114,8 @@ def compare(command: Command) -> list[Planned]:
 
 
 def _check_conditions(plan: Plan, results: Path) -> None:
-    """Of what was beside a run, and how it was launched, its own record says nothing: the preset in the results does.
-    Raises PalaError if this one would make other runs of those that are there."""
+    """Check launchers, and other work beside the runs, by the preset in the results, since a run's own record lacks
+    them. Raises PalaError if this preset would have made the runs there otherwise."""
     preset, own = plan.preset, results / "preset.toml"
     file = own if own.exists() else shipped_preset(preset.name)
     if not file.exists() or not copies_in(results):

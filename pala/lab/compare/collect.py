@@ -1,5 +1,5 @@
-"""Runs into results: copies that hold what a report needs, wherever the runs were made, and nothing of the machine's
-paths but for those that say what is played; and reading them."""
+"""Runs into results: copies that hold what a report needs, wherever the runs were made, and no path of the machine
+except those that say what is played; and reading them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All runs of a comparison, in the order of the preset, and what they are compared with."""
+"""The runs of a comparison, in the order of the preset, and what they are compared with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RARE_LOOKS = (4, 5, 6, 11, 12, 13, 18, 19, 20, 25, 26, 27)  # those of the colo
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs, in the order of the preset."""
+    """The runs, in the order of the preset."""
 
     preset: Preset
     runs: list[Run]
@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def variants(self) -> list[str]:
-        """All names, those of the preset first."""
+        """Names of all variants, those of the preset first."""
         return _names(self.preset, self.runs)
 
     @property

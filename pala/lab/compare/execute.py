@@ -30,7 +30,7 @@ _VERBS = {"train": "starts", "resume": "goes on", "evaluate": "is evaluated"}
 
 @dataclass(frozen=True)
 class Task:
-    """What a planned run still needs."""
+    """The step that a planned run still needs."""
 
     run: Planned
     what: str  # of train, resume, evaluate
@@ -162,7 +162,7 @@ class Executor:
     """Does the tasks of some planned runs, and says what becomes of each."""
 
     def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path) -> None:
-        """Raises PalaError if a run that exists is not what the plan asks for."""
+        """Find the tasks of the runs. Raises PalaError if a run that exists is not what the plan asks for."""
         self._plan, self._results, self._runs = plan, results, runs
         self.tasks, self.unfit = tasks_of(runs, results)
         self._seconds = self._steps = 0.0  # of runs trained from start to end

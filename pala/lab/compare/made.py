@@ -115,7 +115,7 @@ class Published:
     """The runs in a folder of results, each read once."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
-        """Raises PalaError if one is damaged."""
+        """Read the runs in `folders`. Raises PalaError if one is damaged."""
         self._by_fingerprint: dict[str, list[Made]] = {}
         for made in map(Made.read, folders):
             self._by_fingerprint.setdefault(made.fingerprint, []).append(made)

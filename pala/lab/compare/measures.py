@@ -1,4 +1,4 @@
-"""What is measured of a run and of runs together. docs/compare.md has each measure with its formula. Pure."""
+"""Measures of a run and of runs together. docs/compare.md has each measure with its formula. Pure."""
 
 from __future__ import annotations
 

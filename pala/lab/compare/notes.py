@@ -1,4 +1,4 @@
-"""What limits a comparison: sentences on what is not alike among its runs, or rough; and where they were made."""
+"""Notes on a comparison's limits: what differs among its runs, or is rough; and where they were made."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Fact:
     """Its value, as text; empty if the record of an earlier version lacks it."""
     decides_speed: bool = False
     among: Callable[[Run], object] = lambda run: None
-    """What has to be equal in two runs for their values to be compared."""
+    """Value that has to be equal in two runs for their facts to be compared."""
 
     def differs(self, runs: Sequence[Run]) -> bool:
         """Return whether two of the runs that are compared have unlike values."""
@@ -193,7 +193,7 @@ FACTS = {
     "checkpoint interval": Fact(lambda run: f"{run.config.run.checkpoint_interval_s:g} s"),
     "log interval": Fact(lambda run: f"{run.config.run.log_interval_s:g} s"),
 }
-"""What may not be alike, by its name in the page and, with underscores, in runs.csv."""
+"""Facts that may differ, by their names in the page and, with underscores, in runs.csv."""
 
 ORIGIN = {"commit": _commit, "versions": _versions, "machine": _machine}
-"""What a page says of where its runs were made."""
+"""Origin of runs, as a page gives it."""

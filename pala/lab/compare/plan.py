@@ -1,4 +1,4 @@
-"""What is to be compared: a preset of variants x games x rank counts x seeds, and the runs that it asks for.
+"""The plan of a comparison: a preset of variants x games x rank counts x seeds, and the runs that it asks for.
 
 A preset is a TOML file (docs/compare.md). The settings of a run come in layers, the later over the earlier: the game's
 preset of pala.train, `[train]`, `[train_at.N]` for N ranks, the variant.
@@ -23,7 +23,7 @@ _GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and varian
 
 @dataclass(frozen=True)
 class SlurmJobs:
-    """What the jobs of `--submit` ask a cluster for."""
+    """Resources that the jobs of `--submit` ask a cluster for."""
 
     ranks_per_node: int = 0
     """At most; a run with more takes several nodes. 0: all ranks of a run on one node."""
@@ -54,7 +54,7 @@ class Preset:
     train: dict[str, Any] = field(default_factory=dict)
     """Settings of every run, as in a preset of pala.train."""
     train_at: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Number of ranks -> settings of runs with so many, such as a learning rate."""
+    """Number of ranks -> settings of runs with that number, such as a learning rate."""
     slurm: SlurmJobs = SlurmJobs()
     """Jobs on a cluster."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Cell:
-    """What runs that differ only in their seed have in common."""
+    """The common part of runs that differ only in their seed."""
 
     variant: str
     game: str

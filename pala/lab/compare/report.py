@@ -1,4 +1,4 @@
-"""What is written of a comparison: the page with its tables, and CSV files. Pure, but for `write`."""
+"""The report of a comparison: the page with its tables, and CSV files. Pure, except `write`."""
 
 from __future__ import annotations
 

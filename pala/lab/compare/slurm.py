@@ -55,7 +55,7 @@ class Submission:
                 f"'{_SCRIPT}'; leave it out."
             )
         self.unfit: dict[Planned, str] = {}
-        """Why no job helps a run; the last job names them."""
+        """Runs that no job helps, with the reason; the last job names them."""
         self.jobs: list[str] = []
         """Jobs for runs of the comparison that wait or run, after `submit`."""
         self._plan, self._results, self._runs, self._report, self._only = plan, results, runs, report, only

@@ -31,7 +31,7 @@ _PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "predict": predict.run,
     "progress": progress.run,
 }
-"""What each of them does with the rest of the command line. Raises PalaError."""
+"""Programs by name; each takes the rest of the command line. Raises PalaError."""
 _BESIDE_THE_TESTS = ("check", "explore")
 
 

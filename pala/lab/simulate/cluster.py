@@ -20,7 +20,7 @@ class Cluster:
     bandwidth_bytes_per_s: float = 1.25e9
     """Bandwidth of a link, in each direction."""
     straggler: float = 1.0
-    """How many times longer an update of rank 0 takes."""
+    """Factor by which an update of rank 0 takes longer."""
 
     @property
     def num_hosts(self) -> int:
@@ -52,7 +52,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one method does on one cluster. None: not defined for it, or not simulated."""
+    """Prediction of one method on one cluster. None: not defined for it, or not simulated."""
 
     steps_per_s: float
     """Environment steps of all ranks."""

@@ -1,4 +1,5 @@
-"""What one rank costs, as `pala.benchmark` measured it: read from the benchmark.json of a run. Pure but for the file.
+"""Costs of one rank, as `pala.benchmark` measured them: read from the benchmark.json of a run. Pure, except for the
+file.
 
 Only training *without* exchange is read, and the parts alone: no measured figure of an exchange goes into a prediction.
 """
@@ -52,9 +53,9 @@ class Costs:
     threads: int
     """Cores that a rank has for itself."""
     compression: str = "none"
-    """Of gossip's models."""
+    """Compression of gossip's models."""
     patience_s: float = Rules.patience_s
-    """How long a rank is waited for."""
+    """Seconds that a rank is waited for."""
 
     @property
     def update_s(self) -> float:

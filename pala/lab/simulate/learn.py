@@ -52,18 +52,18 @@ _LOOKS = 50  # at the distance between ranks, over a training
 
 @dataclass(frozen=True)
 class Conditions:
-    """What ranks and network are like. The unit of time is one update of an ordinary rank."""
+    """Conditions of ranks and network. The unit of time is one update of an ordinary rank."""
 
     ranks: int = 8
     """Number of ranks."""
     delay_updates: float = 0.05
-    """How long a model is on its way."""
+    """Time that a model is under way."""
     slow_ranks: int = 0
-    """So many ranks are slower than the others."""
+    """Number of ranks that are slower than the others."""
     slowness: float = 4.0
-    """How many times slower they are."""
+    """Factor by which they are slower."""
     deaths: int = 0
-    """So many ranks die, at times drawn from the seed. Gossip only."""
+    """Number of ranks that die, at times drawn from the seed. Gossip only."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Command:
     preset: Annotated[Path | None, tyro.conf.Positional] = None
     """TOML file with settings; the options below win over it. Default: CartPole."""
     methods: tuple[str, ...] = ("allreduce", "uniform", "paired")
-    """Which to compare: uniform, push_sum, paired (gossip's mixing rules), allreduce (synchronous A2C), none."""
+    """Methods to compare: uniform, push_sum, paired (gossip's mixing rules), allreduce (synchronous A2C), none."""
     seeds: tuple[int, ...] = (1, 2, 3)
     """Trainings of each method."""
     conditions: Annotated[Conditions, tyro.conf.arg(name="")] = field(default_factory=Conditions)
@@ -86,7 +86,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Learned:
-    """What came of one training."""
+    """Result of one training."""
 
     episodes: list[tuple[int, float, float]]  # (global steps, time in updates, return)
     global_steps: int
@@ -94,15 +94,15 @@ class Learned:
     updates: list[int]  # of each rank
     models_sent: int
     progress_kept: float
-    """How far the mean of the ranks' models went along the sum of their own steps over the number of ranks; 1: all."""
+    """Distance that the mean of the ranks' models went along the mean of their own steps, as a share of it; 1: all."""
     distances: list[float]
     """Between ranks: root mean square distance from their mean over its norm, at equal intervals."""
     divergences: list[float]
     """Mean KL divergence of the ranks' policies from that of the first, on the first's observations (Discrete)."""
 
     def curve(self, bins: int, total_steps: int) -> list[float]:
-        """The mean return in equal intervals of the budget; one without an episode has that before, or, at the
-        beginning, the first. Raises PalaError if no episode ended."""
+        """Return the mean return in equal intervals of the budget. An interval without an episode takes the value
+        before it; at the beginning, the first episode's return. Raises PalaError if no episode ended."""
         if not self.episodes:
             raise PalaError("No episode ended: raise '--total-steps'.")
         curve, last = [], self.episodes[0][2]
@@ -116,7 +116,7 @@ class Learned:
         return curve
 
     def mean_height(self, total_steps: int) -> float:
-        """The area under the curve over its length."""
+        """Return the area under the curve divided by its length."""
         return statistics.fmean(self.curve(50, total_steps))
 
 
@@ -145,8 +145,8 @@ class Learners:
             rank.envs.close()
 
     def update(self, number: int, parameters: Tensor, global_steps: int) -> None:
-        """A rollout and an update of a rank, whose model is changed in place, after so many steps of all ranks. Raises
-        PalaError if it is not finite."""
+        """Make a rollout and an update of a rank after `global_steps` steps of all ranks; its `parameters` change in
+        place. Raises PalaError if the gradient is not finite."""
         rank = self.ranks[number]
         rank.exchange.global_steps = global_steps
         rank.flat.data.copy_(parameters)
@@ -158,7 +158,7 @@ class Learners:
         parameters.copy_(rank.flat.data)
 
     def note(self, number: int, global_steps: int, time: float) -> None:
-        """After a rank's update: collect its episodes."""
+        """Collect a rank's episodes after its update."""
         for record in self.ranks[number].learner.take_records():
             if record["type"] == "episode":
                 self.episodes.append((global_steps, round(time, 3), record["return"]))
@@ -189,7 +189,7 @@ class Learners:
         return float((own.exp() * (own - others)).sum(-1).mean())
 
     def progress_kept(self, mean: Tensor) -> float:
-        """As `Learned.progress_kept`; `mean`: of the ranks' models at the end."""
+        """Return the share of `Learned.progress_kept`; `mean`: mean of the ranks' models at the end."""
         went, learned = mean - self.beginning, self.own_steps / len(self.ranks)
         went, learned = went[: self._num_learned], learned[: self._num_learned]
         return float(went.dot(learned) / learned.dot(learned))
@@ -225,7 +225,7 @@ def learn(
 
 
 def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
-    """The simulated network and ranks of a training by gossip."""
+    """Return the simulated network and ranks of a training by gossip."""
     n, draw, delay, exchange = conditions.ranks, random.Random(config.seed), conditions.delay_updates, config.exchange
     rounds = config.total_steps / (n * config.steps_per_update)
     made = Scenario(
@@ -262,9 +262,9 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
 
 
 def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool) -> Learned:
-    """Synchronous A2C: all hold one model, a round lasts as long as the slowest rank takes, and the sum of gradients is
-    on its way for as long as a model there and back. Or, if gradients are not averaged, independent learners, who wait
-    for nobody."""
+    """Train by synchronous A2C: all ranks hold one model, a round lasts as long as the slowest rank takes, and the sum
+    of gradients takes a model's time there and back. If gradients are not `averaged`, train independent learners, which
+    do not wait."""
     config, n = learners.config, conditions.ranks
     flats = [rank.flat for rank in learners.ranks]
     draw, slowness = random.Random(config.seed), _slowness(conditions) or (1.0,) * n
@@ -307,7 +307,7 @@ def _learned(
 
 
 def parse(arguments: list[str]) -> Command:
-    """The checked command line. Raises PalaError."""
+    """Return the checked command line. Raises PalaError."""
     first = read_command(_PROGRAM, arguments, Command())
     settings = Command().config if first.preset is None else load_preset(first.preset)
     command = read_command(_PROGRAM, arguments, dataclasses.replace(first, config=settings))
@@ -356,7 +356,7 @@ def parse(arguments: list[str]) -> Command:
 
 
 def run(arguments: list[str]) -> None:
-    """What `python -m pala.simulate learn` does. Raises PalaError."""
+    """Run `python -m pala.simulate learn`. Raises PalaError."""
     command = parse(arguments)
     torch.set_num_threads(1)
     rows, results = [], []

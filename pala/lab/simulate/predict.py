@@ -48,7 +48,7 @@ class Command:
     bandwidth_gbit: float = 10.0
     """Bandwidth of a host's link, in each direction."""
     straggler: float = 4.0
-    """How many times slower the slow rank is."""
+    """Factor by which the slow rank is slower."""
     seed: int = 1
     """Seed of everything that is drawn."""
     output: Path | None = None

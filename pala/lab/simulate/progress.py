@@ -30,17 +30,17 @@ class Command:
     mixings: tuple[str, ...] = tuple(RULES)
     """Mixing rules: uniform, push_sum, paired."""
     topology: str = "random"
-    """Who sends to whom."""
+    """Topology: the peers that a rank sends to."""
     ranks: tuple[int, ...] = (2, 4, 16, 64)
     """Numbers of ranks."""
     delays: tuple[float, ...] = (0.05, 1.0, 3.0, 10.0)
-    """How long a model is on its way, in updates."""
+    """Times that a model is under way, in updates."""
     slowness: tuple[float, ...] = (1.0, 4.0)
-    """How many times slower the first rank is."""
+    """Factors by which the first rank is slower."""
     updates: int = 200
     """Updates of a rank, on average."""
     exchanges_per_update: int = 1
-    """As `exchange.exchanges_per_update`, of paired."""
+    """`exchange.exchanges_per_update`, for paired."""
     seed: int = 1
     """Seed of all delays."""
 

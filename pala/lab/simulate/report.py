@@ -1,4 +1,4 @@
-"""What is made of a simulation: tables and a picture. Pure, but for `draw`, which writes a file."""
+"""The report of a simulation: tables and a picture. Pure, except `draw`, which writes a file."""
 
 from __future__ import annotations
 

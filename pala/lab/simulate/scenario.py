@@ -1,4 +1,4 @@
-"""What a virtual cluster is like, and what happens to it."""
+"""A virtual cluster's properties, and what happens to it."""
 
 from __future__ import annotations
 
@@ -24,42 +24,43 @@ class Scenario:
     slowness: tuple[float, ...] = ()
     """A factor of `update_s` for each rank; empty: 1 for all."""
     pause_probability: float = 0.0
-    """That an update also takes `pause_s`."""
+    """Probability that an update also takes `pause_s`."""
     pause_s: Range = (5.0, 50.0)
     model_s: Range = (0.05, 0.3)
     """A model on its way."""
     control_s: Range = (0.01, 0.1)
     """A credit or a stop on its way; it may overtake a model."""
     wake_s: Range = (0.0, 0.01)
-    """Until a waiting rank looks at what has come."""
+    """Time until a waiting rank looks at what has come."""
     again_s: float = 10.0
-    """Until a waiting rank sends once more."""
+    """Time until a waiting rank sends once more."""
     patience_s: float = 1e9
-    """Until a waiting rank goes on, a peer is left out, and a rank that was away takes peers' models for its own. By
-    default never: patience would hide a deadlock."""
+    """Time until a waiting rank continues, a peer is left out, and a rank that was away takes peers' models for its
+    own. By default never: patience would hide a deadlock."""
     send_buffers: int = 2
     """Snapshots that a rank can have on their way, if the peers that they went to answer."""
     spares: int = 0
-    """So many of the ranks, the last ones, sleep until one that trains is dead."""
+    """Number of ranks, the last ones, that sleep until one that trains is dead."""
     wake_up_s: Range = (1.0, 5.0)
-    """From when a spare hears that it is needed until it can train."""
+    """Time from when a spare hears that it is needed until it can train."""
     leaves: Mapping[int, float] = field(default_factory=dict)
-    """When which ranks are told to leave, which they do after their next update, if others train."""
+    """Rank -> time at which it is told to leave, which it does after its next update, if others train."""
     deaths: Mapping[int, float] = field(default_factory=dict)
-    """When which ranks die."""
+    """Rank -> time of its death."""
     death_notice_s: Range = (0.0, 2.0)
-    """Until a peer hears of it."""
+    """Time until a peer hears of a death."""
     death_loss: float = 0.5
     """Probability that a message on its way from a dying rank is lost; one to it always is."""
     stops: Mapping[int, Range] = field(default_factory=dict)
-    """When which ranks are stopped and go on (SIGSTOP, SIGCONT)."""
+    """Rank -> times at which it is stopped and continues (SIGSTOP, SIGCONT)."""
     cut_s: Range = (0.0, 0.0)
-    """When the links are cut between the ranks below `cut_at` and the others; what was sent comes after that."""
+    """Times between which the links are cut between the ranks below `cut_at` and the others; what was sent comes after
+    that."""
     cut_at: int = 0
     poison: Mapping[int, Range] = field(default_factory=dict)
     """Ranks whose every update between these two times makes their model NaN."""
     whole_every: int = 1
-    """One of so many sends carries a whole model. A part heals nobody; in all else it counts here as a model."""
+    """One of this number of sends carries a whole model. A part heals nobody; in all else it counts here as a model."""
     exchanges_per_update: int = 1
     """Offers that a rank may make in an update of the paired exchange; with more than 1, between two steps, too."""
     rollout_steps: int = 5

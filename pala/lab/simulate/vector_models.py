@@ -15,7 +15,7 @@ from pala.lab.simulate.virtual_network import VirtualNetwork
 
 
 class Sent(NamedTuple):
-    """What a packet holds."""
+    """Content of a packet."""
 
     message: Message
     model: np.ndarray | None = None
@@ -44,8 +44,8 @@ class VectorModels(Models):
     def __init__(
         self, model: np.ndarray, network: VirtualNetwork, stopped: tuple[float, float], keeps_own: Callable[[], bool]
     ) -> None:
-        """`stopped`: from when to when the rank is; `keeps_own`: whether it then goes on with its own model of before,
-        since there is no fresher one."""
+        """Begin with a `model`. `stopped`: begin and end of the time in which the rank is stopped; `keeps_own`: whether
+        it afterwards continues with its own old model, since there is no fresher one."""
         self.model, self._network, self._stopped, self._keeps_own = model, network, stopped, keeps_own
         self.ahead: np.ndarray | None = None  # as `look_ahead`; with the moves that are owed
         self._acting = model  # what the model was then

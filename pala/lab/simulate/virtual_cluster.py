@@ -111,7 +111,7 @@ class VirtualCluster(VirtualNetwork):
 
     @property
     def stuck(self) -> list[int]:
-        """After `run`: ranks that neither ended nor died. They wait for ever: a deadlock."""
+        """Ranks that neither ended nor died after `run`. They wait for ever: a deadlock."""
         return [rank.number for rank in self.living if not rank.ended]
 
     @property

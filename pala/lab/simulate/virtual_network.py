@@ -149,7 +149,7 @@ class VirtualNetwork:
             self.heard(rank)
 
     def is_stopped(self, rank: int, handler: Callable[..., None], *arguments: Any) -> bool:
-        """Put this off until the rank goes on, if it is stopped now. A dead rank holds nothing up."""
+        """Put a call off until the rank continues, if the rank is stopped now. A dead rank holds nothing up."""
         if rank in self.dead or not self.scenario.stops:
             return False
         begin_s, end_s = self.scenario.stops.get(rank, (0.0, 0.0))
