@@ -541,15 +541,21 @@ def without_preset(arguments: list[str], preset: Path | None) -> list[str]:
 def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return (this program's options, those of `pala.train`)."""
     parser = argparse.ArgumentParser(
-        prog="supervise", allow_abbrev=False, add_help=False,
+        prog="supervise",
+        allow_abbrev=False,
+        add_help=False,
         usage="%(prog)s [options] [PRESET | --resume RUN] [options of pala.train]",
         description="Start a training job by mpirun, and resume it when it ends before the run is complete. What is "
         "not listed here is passed on to pala.train (python -m pala.train --help).",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "-n", "-np", dest="ranks", type=int, metavar="RANKS",
+        "-n",
+        "-np",
+        dest="ranks",
+        type=int,
+        metavar="RANKS",
         help="ranks that train (by default 2; with hosts as many as they take; with --resume as many as before)",
-    )  # fmt: skip
+    )
     parser.add_argument("--spares", type=int, help="further ranks, which sleep until one dies ('--run.spares')")
     parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")

@@ -194,8 +194,12 @@ def why_not() -> str | None:
 def _start_holder(name: str) -> subprocess.Popen[str]:
     holder = subprocess.Popen(
         ["unshare", "--net", "--uts", "sh", "-c", _HOLDER, name],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     assert holder.stdout is not None
     if holder.stdout.readline() != "ready\n":
         raise VirtualHostsError(f"Virtual hosts need root: {holder.communicate()[1].strip()}.")

@@ -67,10 +67,15 @@ def __getattr__(name: str) -> Any:
 
 
 def fit(
-    config: Config, make_env: Callable[[], Any] | None = None, resume: str | Path | None = None,
-    trust_run: bool = False, *, make_network: MakeNetwork | None = None, on_update: Callback | None = None,
+    config: Config,
+    make_env: Callable[[], Any] | None = None,
+    resume: str | Path | None = None,
+    trust_run: bool = False,
+    *,
+    make_network: MakeNetwork | None = None,
+    on_update: Callback | None = None,
     on_interval: Callback | None = None,
-) -> Result:  # fmt: skip
+) -> Result:
     """Train one policy on all ranks of MPI.COMM_WORLD, evaluate it and draw the learning curve, as `python -m
     pala.train` does. Collective: every rank calls it with the same arguments, and gets the same evaluation.
 
@@ -104,9 +109,15 @@ def fit(
         if config.run.spares and comm.outlives_ranks:  # else they are refused
             note_spares()
         request = Request(
-            config, UserCode(make_env, make_network), callbacks, Path(resume) if resume is not None else None,
-            facts=entry.facts(), trust_run=trust_run, began_s=began_s, conclude=entry.evaluate_and_draw,
-        )  # fmt: skip
+            config,
+            UserCode(make_env, make_network),
+            callbacks,
+            Path(resume) if resume is not None else None,
+            facts=entry.facts(),
+            trust_run=trust_run,
+            began_s=began_s,
+            conclude=entry.evaluate_and_draw,
+        )
         with _with_random_numbers_of_its_own():
             result = entry.train(comm, request, lambda job: _note_on_vain(request))
         if result.departs:
@@ -160,10 +171,11 @@ def _with_evaluation(result: Result) -> Result:
         return result
     outcomes = read(result.run)["segments"][-1].get("conclusion", {})
     return replace(
-        result, outcomes={task: outcomes[task] for task in ("evaluation", "learning curve") if task in outcomes},
+        result,
+        outcomes={task: outcomes[task] for task in ("evaluation", "learning curve") if task in outcomes},
         evaluation=read_evaluation(result.run) if outcomes.get("evaluation") == "done" else None,
         learning_curve=result.run / "learning_curve.png" if outcomes.get("learning curve") == "done" else None,
-    )  # fmt: skip
+    )
 
 
 def load_config(run: str | Path) -> Config:
@@ -208,9 +220,16 @@ def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> Ve
 
 
 def evaluate_policy(
-    run: str | Path, episodes: int | None = None, num_envs: int | None = None, greedy: bool | None = None,
-    seed: int = 0, threads: int | None = None, trust_run: bool = False, best: bool = False, **other_settings: float,
-) -> Evaluation:  # fmt: skip
+    run: str | Path,
+    episodes: int | None = None,
+    num_envs: int | None = None,
+    greedy: bool | None = None,
+    seed: int = 0,
+    threads: int | None = None,
+    trust_run: bool = False,
+    best: bool = False,
+    **other_settings: float,
+) -> Evaluation:
     """Play whole games with a run's policy, without MPI; writes nothing. What is None is as in the run's own
     `evaluation` settings; `threads`, of torch and Atari: the cores that this process may use.
 

@@ -102,9 +102,13 @@ def main() -> None:
     with entry.program() as comm:
         command, base = collectively(comm, lambda: read(sys.argv[1:]))
         request = Request(
-            command.config, resume=command.resume, preset=command.preset.stem if command.preset else "",
-            facts=entry.facts(), trust_run=command.trust_run, conclude=entry.evaluate_and_draw,
-        )  # fmt: skip
+            command.config,
+            resume=command.resume,
+            preset=command.preset.stem if command.preset else "",
+            facts=entry.facts(),
+            trust_run=command.trust_run,
+            conclude=entry.evaluate_and_draw,
+        )
         result = entry.train(comm, request, lambda job: _greet(command, base, job))
     if result.departs:
         leave_job()

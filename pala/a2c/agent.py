@@ -118,16 +118,21 @@ class A2CAgent(Agent[ModelExchange]):
         self.share(comm, root)
         newest = comm.bcast(counters, root)
         return counters | {
-            "updates": newest["updates"], "applied": newest["applied"],
-            "own_steps": newest["local_steps"][comm.rank], "time_s": newest["time_s"],
+            "updates": newest["updates"],
+            "applied": newest["applied"],
+            "own_steps": newest["local_steps"][comm.rank],
+            "time_s": newest["time_s"],
             "warms_up_from": newest["warms_up_from"],
-        }  # fmt: skip
+        }
 
 
 def build(
-    comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+    comm: Communicator,
+    config: Config,
+    envs: Envs,
+    make_network: MakeNetwork | None = None,
     sleeping: SleepingGossip | None = None,
-) -> A2CAgent:  # fmt: skip
+) -> A2CAgent:
     """Build network, tape and optimiser, with the seed's first weights. `sleeping`: of a spare that is needed, and
     alone in `comm`. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
@@ -158,7 +163,7 @@ def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.
 
 def make_agent(
     rank: int, config: Config, envs: Envs, device: torch.device, make_network: MakeNetwork | None = None
-) -> A2CAgent:  # fmt: skip
+) -> A2CAgent:
     """Build one rank's agent, as `build` does. Not collective. Raises PalaError."""
     with torch_weights(config.seed):
         network = actor_critic(envs.observation_space, envs.action_space, config, make_network)

@@ -195,9 +195,11 @@ class Learner(Loop):
         self.counters.applied += result.applied
         if result.applied:
             self._means.add(
-                loss_policy=result.loss.policy, loss_value=result.loss.value, entropy=result.loss.entropy,
+                loss_policy=result.loss.policy,
+                loss_value=result.loss.value,
+                entropy=result.loss.entropy,
                 gradient_norm=result.gradient_norm,
-            )  # fmt: skip
+            )
 
     def _interval_figures(self, seconds: float) -> Record:
         before, now = self._logged, replace(self.counters)
@@ -205,13 +207,16 @@ class Learner(Loop):
         exchange = self._exchange.metrics()
         own, moved = self._movement.take()
         distance, norm = exchange.get("consensus_distance"), float(self._a2c.learned.norm())
-        return self._means.take() | exchange | {
+        return {
+            **self._means.take(),
+            **exchange,
             "updates_skipped": (now.updates - before.updates) - (now.applied - before.applied),
             "local_steps_per_s": (now.local_steps - before.local_steps) / seconds,
             "learning_rate": self._learning_rate(),
-            "own_movement": own, "movement": moved,
+            "own_movement": own,
+            "movement": moved,
             "consensus_distance_relative": distance / norm if distance is not None and norm > 0 else None,
-        }  # fmt: skip
+        }
 
 
 _ADVICE = "Resume from the last checkpoint with a smaller 'a2c.learning_rate', or look at the environment's rewards."

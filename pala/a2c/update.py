@@ -42,9 +42,13 @@ class Loss(NamedTuple):
 
 
 def a2c_loss(
-    distribution: Distribution, policy_TBA: Tensor, values_TB: Tensor, rollout: Rollout,
-    bootstrap_B: Tensor, config: A2CConfig,
-) -> Loss:  # fmt: skip
+    distribution: Distribution,
+    policy_TBA: Tensor,
+    values_TB: Tensor,
+    rollout: Rollout,
+    bootstrap_B: Tensor,
+    config: A2CConfig,
+) -> Loss:
     """policy + value_coefficient * value - entropy_coefficient * entropy (A3C, section 4; GALA, released settings).
 
     policy = -mean(log pi(a) * advantage), value = mean((return - V)^2). The rollout's network outputs are given apart
@@ -52,9 +56,13 @@ def a2c_loss(
     """
     with torch.no_grad():
         advantages_TB, returns_TB = advantages_and_returns(
-            torch.stack(rollout.rewards), torch.stack(rollout.ended), values_TB, bootstrap_B,
-            config.gamma, config.gae_lambda,
-        )  # fmt: skip
+            torch.stack(rollout.rewards),
+            torch.stack(rollout.ended),
+            values_TB,
+            bootstrap_B,
+            config.gamma,
+            config.gae_lambda,
+        )
     log_prob_TB, entropy_TB = distribution.log_prob_and_entropy(policy_TBA, torch.stack(rollout.actions))
     policy = -(log_prob_TB * advantages_TB).mean()
     value = (returns_TB - values_TB).square().mean()
@@ -125,9 +133,14 @@ class A2C:
             if self._momentum is not None:
                 self._momentum.push_()
             rmsprop_(
-                self.learned, gradient, self.mean_square[learned], learning_rate,
-                config.rmsprop_alpha, config.rmsprop_epsilon, config.rmsprop_epsilon_inside_root,
-            )  # fmt: skip
+                self.learned,
+                gradient,
+                self.mean_square[learned],
+                learning_rate,
+                config.rmsprop_alpha,
+                config.rmsprop_epsilon,
+                config.rmsprop_epsilon_inside_root,
+            )
         return UpdateResult(loss, norm, finite)
 
     def _count_norm(self, norm: float, learners: int) -> None:

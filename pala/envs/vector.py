@@ -70,9 +70,13 @@ class Envs:
     or abandoned."""
 
     def __init__(
-        self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool, name: str = "", inputs: Inputs | None = None,
+        self,
+        vector_env: gymnasium.vector.VectorEnv,
+        clip_rewards: bool,
+        name: str = "",
+        inputs: Inputs | None = None,
         episode_info: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`name`: what people call the environment; `inputs`: by which its observations came to be `vector_env`'s;
         `episode_info`: numbers in its final infos."""
         self.vector_env, self.name, self._episode_info = vector_env, name, episode_info

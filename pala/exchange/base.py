@@ -28,9 +28,13 @@ class End(NamedTuple):
 
 
 def agree_on_end(
-    comm: Communicator, stop: Stop, local_steps: np.ndarray, timeout_s: float | None, interrupt: Interrupt,
+    comm: Communicator,
+    stop: Stop,
+    local_steps: np.ndarray,
+    timeout_s: float | None,
+    interrupt: Interrupt,
     has_left: bool = False,
-) -> End:  # fmt: skip
+) -> End:
     """Return why training ends (the highest reason of any rank), every rank's steps, and who lives. Collective.
 
     `local_steps`: uint64 [ranks], as far as known here; `has_left`: this rank trained no more, while others did.

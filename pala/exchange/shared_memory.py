@@ -84,9 +84,15 @@ class SharedMemory(ModelExchange):
     """One broadcast buffer a rank; whoever reads it says so before it is written again."""
 
     def __init__(
-        self, comm: Communicator, parameters: Tensor, config: ExchangeConfig, budget_steps: int, start: ExchangeState,
-        interrupt: Interrupt, num_exact: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        comm: Communicator,
+        parameters: Tensor,
+        config: ExchangeConfig,
+        budget_steps: int,
+        start: ExchangeState,
+        interrupt: Interrupt,
+        num_exact: int = 0,
+    ) -> None:
         """`num_exact`: the last parameters that are no part of the distance that is measured. Collective. All ranks are
         on one host."""
         self._num_measured = parameters.numel() - num_exact

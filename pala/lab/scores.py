@@ -71,12 +71,19 @@ class Run:
     def row(self) -> Row:
         """Return the run's line in runs.csv."""
         return {
-            "game": self.rom, "run": self.name, "seed": self.config.seed, "ranks": self.last.get("ranks"),
-            "steps": self.evaluation["global_steps"], "mean_return": self.evaluation["mean_return"],
-            "standard_error": self.evaluation.get("standard_error"), "episodes": self.evaluation["episodes"],
-            "actions": self.actions, "noop_max": self.evaluation.get("noop_max"),
-            "git_commit": self.last.get("git_commit"), "git_dirty": self.last.get("git_dirty"),
-        }  # fmt: skip
+            "game": self.rom,
+            "run": self.name,
+            "seed": self.config.seed,
+            "ranks": self.last.get("ranks"),
+            "steps": self.evaluation["global_steps"],
+            "mean_return": self.evaluation["mean_return"],
+            "standard_error": self.evaluation.get("standard_error"),
+            "episodes": self.evaluation["episodes"],
+            "actions": self.actions,
+            "noop_max": self.evaluation.get("noop_max"),
+            "git_commit": self.last.get("git_commit"),
+            "git_dirty": self.last.get("git_dirty"),
+        }
 
 
 def read(folder: Path) -> Run | str:
@@ -127,8 +134,9 @@ def summary(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     scores = {agent: [row[f"{agent}_normalised"] for row in rows] for agent in _AGENTS}
     return {
         agent: (statistics.fmean(values), statistics.median(values))
-        for agent, values in scores.items() if values and None not in values
-    }  # fmt: skip
+        for agent, values in scores.items()
+        if values and None not in values
+    }
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
@@ -170,8 +178,9 @@ def _summary_rows(rows: Sequence[Row], played: Sequence[Row]) -> list[Row]:
     groups = [rows] if len(played) in (0, len(rows)) else [rows, played]
     return [
         {"games": len(group), "agent": _AGENTS[agent], "mean": mean, "median": median}
-        for group in groups for agent, (mean, median) in summary(group).items()
-    ]  # fmt: skip
+        for group in groups
+        for agent, (mean, median) in summary(group).items()
+    ]
 
 
 def _notes(rows: Sequence[Row], runs: Sequence[Run], left_out: Sequence[str]) -> list[str]:
@@ -234,11 +243,14 @@ def write(folders: Sequence[Path], output: Path) -> Path:
         why = f": {next(iter(faults.values()))}" if faults else ""
         raise PalaError(f"There is no completed run of Gorila on one of the 49 games in the folders named{why}.")
     left_out = [why.replace(str(folder), folder.name) for folder, why in faults.items()]  # tables are published
-    page, *_ = write_texts(output, {
-        "scores.md": markdown(runs, left_out),
-        "games.csv": csv_text(game_rows(runs)),
-        "runs.csv": csv_text([run.row() for run in runs]),
-    })  # fmt: skip
+    page, *_ = write_texts(
+        output,
+        {
+            "scores.md": markdown(runs, left_out),
+            "games.csv": csv_text(game_rows(runs)),
+            "runs.csv": csv_text([run.row() for run in runs]),
+        },
+    )
     return page
 
 

@@ -32,9 +32,15 @@ class ConvTape(Tape):
     adds = False
 
     def __init__(
-        self, trunk: nn.Sequential, heads: Sequence[nn.Linear], precision: str, max_passes: int, observations: Tensor,
-        pixel_low: float = 0.0, pixel_factor: float = 1 / 255,
-    ) -> None:  # fmt: skip
+        self,
+        trunk: nn.Sequential,
+        heads: Sequence[nn.Linear],
+        precision: str,
+        max_passes: int,
+        observations: Tensor,
+        pixel_low: float = 0.0,
+        pixel_factor: float = 1 / 255,
+    ) -> None:
         """Keep at most `max_passes` passes of batches shaped as the example `observations` [B, C, H, W]. A pixel x
         counts as (x - pixel_low) * pixel_factor."""
         self._pixel_low, self._pixel_factor = pixel_low, pixel_factor

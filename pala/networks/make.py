@@ -30,9 +30,14 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
     if config.passes == "autograd" or not isinstance(network, TrunkNetwork) or not network.is_image or far_from_zero:
         return AutogradTape(network, config.precision)
     tape = ConvTape(
-        network.trunk, network.heads, config.precision, max_passes, observations,
-        network.pixel_low, network.pixel_factor,
-    )  # fmt: skip
+        network.trunk,
+        network.heads,
+        config.precision,
+        max_passes,
+        observations,
+        network.pixel_low,
+        network.pixel_factor,
+    )
     if not observations.is_cuda:
         return tape
     from pala.networks.graphed_tape import GraphedTape

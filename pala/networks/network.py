@@ -30,9 +30,7 @@ class Network(nn.Module, abc.ABC):
 
     is_own = False  # of the user's making (`own.py`)
 
-    def __init__(
-        self, space: gymnasium.Space, distribution: Distribution, env: EnvConfig | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, space: gymnasium.Space, distribution: Distribution, env: EnvConfig | None = None) -> None:
         """`space`: of observations. `env`: says what is normalised; None: nothing."""
         super().__init__()
         self.distribution = distribution
@@ -91,7 +89,7 @@ class TrunkNetwork(Network):
 
     def __init__(
         self, space: gymnasium.Space, distribution: Distribution, config: NetworkConfig, env: EnvConfig | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(space, distribution, env)
         self.trunk, self.num_features = make_trunk(space, config)
 
@@ -107,9 +105,12 @@ class ActorCritic(TrunkNetwork):
     """
 
     def __init__(
-        self, observation_space: gymnasium.Space, action_space: gymnasium.Space, config: NetworkConfig,
+        self,
+        observation_space: gymnasium.Space,
+        action_space: gymnasium.Space,
+        config: NetworkConfig,
         env: EnvConfig | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(observation_space, distribution_of(action_space), config, env)
         if not self.is_image:
             self.value_trunk, _ = make_trunk(observation_space, config)

@@ -10,9 +10,14 @@ from torch.optim.adagrad import adagrad
 
 
 def rmsprop_(
-    parameters: Tensor, gradient: Tensor, mean_square: Tensor, learning_rate: float,
-    alpha: float, epsilon: float, epsilon_inside_root: bool,
-) -> None:  # fmt: skip
+    parameters: Tensor,
+    gradient: Tensor,
+    mean_square: Tensor,
+    learning_rate: float,
+    alpha: float,
+    epsilon: float,
+    epsilon_inside_root: bool,
+) -> None:
     """One RMSprop step in place: v <- alpha v + (1 - alpha) g^2, then x <- x - lr g / denominator.
 
     The denominator is sqrt(v) + epsilon as in PyTorch (and GALA), or sqrt(v + epsilon) as in TensorFlow. The former is
@@ -38,14 +43,20 @@ def adagrad_(
     By torch, whose fused kernel goes through memory once: a third of the time.
     """
     adagrad(
-        [parameters], [gradient], [sum_of_squares], [torch.zeros(())], fused=True, lr=learning_rate, weight_decay=0.0,
-        lr_decay=0.0, eps=epsilon, maximize=False,
-    )  # fmt: skip
+        [parameters],
+        [gradient],
+        [sum_of_squares],
+        [torch.zeros(())],
+        fused=True,
+        lr=learning_rate,
+        weight_decay=0.0,
+        lr_decay=0.0,
+        eps=epsilon,
+        maximize=False,
+    )
 
 
-def clip_gradient_(
-    gradient: Tensor, max_norm: float, learners: int = 1, usual_square: float | None = None
-) -> float:  # fmt: skip
+def clip_gradient_(gradient: Tensor, max_norm: float, learners: int = 1, usual_square: float | None = None) -> float:
     """Scale the flat gradient to at most `max_norm` (0: leave it); returns the norm before.
 
     Of several `learners`: as their mean would be scaled, if the others' gradients are unrelated to this one and have

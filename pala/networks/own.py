@@ -63,9 +63,11 @@ def _named(text: str) -> MakeNetwork:
 
 
 def actor_critic(
-    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config,
+    observation_space: gymnasium.Space,
+    action_space: gymnasium.Space,
+    config: Config,
     make_network: MakeNetwork | None = None,
-) -> Network:  # fmt: skip
+) -> Network:
     """PALA's, or the user's own."""
     own = own_network(config, make_network)
     if own is None:
@@ -80,9 +82,13 @@ class OwnNetwork(Network):
     is_own = True
 
     def __init__(
-        self, make_network: MakeNetwork, observation_space: gymnasium.Space, distribution: Distribution,
-        num_outputs: tuple[int, ...], env: EnvConfig | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        make_network: MakeNetwork,
+        observation_space: gymnasium.Space,
+        distribution: Distribution,
+        num_outputs: tuple[int, ...],
+        env: EnvConfig | None = None,
+    ) -> None:
         super().__init__(observation_space, distribution, env)
         self.own = make_network(observation_space, num_outputs)
         _check_parts(self.own, len(num_outputs))

@@ -91,9 +91,13 @@ def draw_evaluations(panel: Axes, marks: Sequence[Mark]) -> None:
         ends = (scores.min(), scores.max()) if len(scores) > 1 else (scores[0] - error, scores[0] + error)
         mean = scores.mean()
         panel.errorbar(
-            [x], [mean], yerr=[[max(0.0, mean - ends[0])], [max(0.0, ends[1] - mean)]],  # equal scores: rounding
-            fmt=mark.look["marker"], color=mark.look["color"], **_MARK,
-        )  # fmt: skip
+            [x],
+            [mean],
+            yerr=[[max(0.0, mean - ends[0])], [max(0.0, ends[1] - mean)]],  # equal scores: rounding
+            fmt=mark.look["marker"],
+            color=mark.look["color"],
+            **_MARK,
+        )
     if drawn:
         meanings = dict.fromkeys(_SEVERAL if len(mark.evaluations) > 1 else _SINGLE for mark in drawn)
         meaning = meanings.popitem()[0] if len(meanings) == 1 else f"{_SEVERAL}; of one {_SINGLE}"

@@ -36,9 +36,10 @@ def line_look(number: int) -> dict[str, Any]:
     """Return colour, style and marker of a picture's line with this number. 28 differ in colour and style; those of
     neighbours differ in all three, so that they are told apart in grey."""
     return {
-        "color": COLOURS[number % len(COLOURS)], "linestyle": LINE_STYLES[number % len(LINE_STYLES)],
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": LINE_STYLES[number % len(LINE_STYLES)],
         "marker": MARKERS[number % len(MARKERS)],
-    }  # fmt: skip
+    }
 
 
 def tidy(panel: Axes, grid: str = "both") -> None:

@@ -75,9 +75,10 @@ class Run(RunData):
     def facts(self) -> dict[str, Any]:
         """Settings with dotted keys, the number of ranks, and what was made in Python."""
         facts = flatten(to_table(self.config)) | {
-            "ranks": self.last.get("ranks", 1), "python_environment": self.last.get("python_environment", False),
+            "ranks": self.last.get("ranks", 1),
+            "python_environment": self.last.get("python_environment", False),
             "python_network": self.last.get("python_network", False),
-        }  # fmt: skip
+        }
         if facts["python_network"]:
             facts["parameters"] = self.last.get("parameters")  # what tells one network made in Python from another
         if facts["python_environment"]:

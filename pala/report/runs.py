@@ -87,9 +87,17 @@ def read(folder: Path) -> tuple[RunData, list[list[Record]]]:
     training_s = max((rank[-1]["time_s"] for rank in ranks if rank), default=0.0)
     is_atari = config.env.is_atari and not run_folder.from_python(record["segments"][-1]).environment
     data = RunData(
-        folder, config, record, final_evaluation(folder, record), is_atari,
-        reference_of(config.env.id) if is_atari else None, training_s, steps, time_s, returns,
-    )  # fmt: skip
+        folder,
+        config,
+        record,
+        final_evaluation(folder, record),
+        is_atari,
+        reference_of(config.env.id) if is_atari else None,
+        training_s,
+        steps,
+        time_s,
+        returns,
+    )
     return data, ranks
 
 

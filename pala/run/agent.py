@@ -201,9 +201,14 @@ class Agent(abc.ABC, Generic[ExchangeT]):
             return
         state = exchange.state() if exchange is not None else self.start
         counters = {
-            "updates": self.counters.updates, "applied": self.counters.applied, "own_steps": self.counters.local_steps,
-            "time_s": self.counters.time_s, "spares": run.spares,
-        } | state._asdict() | numbers  # fmt: skip
+            "updates": self.counters.updates,
+            "applied": self.counters.applied,
+            "own_steps": self.counters.local_steps,
+            "time_s": self.counters.time_s,
+            "spares": run.spares,
+            **state._asdict(),
+            **numbers,
+        }
         streams = {"actions": self.generator.get_state()}
         try:
             checkpoint.save_rank(
@@ -226,9 +231,12 @@ class Agent(abc.ABC, Generic[ExchangeT]):
     def policy_header(self, run: Run, global_steps: int) -> dict[str, Any]:
         """Return the header of a policy that is exported at this moment."""
         return {
-            "config": to_table(run.config), "environment": self.envs.name, "global_steps": global_steps,
-            "ranks": run.num_trainers, "signature": self.flat.signature,
-        }  # fmt: skip
+            "config": to_table(run.config),
+            "environment": self.envs.name,
+            "global_steps": global_steps,
+            "ranks": run.num_trainers,
+            "signature": self.flat.signature,
+        }
 
     def policy(self) -> dict[str, Tensor] | None:
         """Return a copy of the policy, in the host's memory; None if it is not finite."""

@@ -142,9 +142,16 @@ class Reporter:
     """Reads the metrics files of all ranks and feeds console and TensorBoard; one rank has it."""
 
     def __init__(
-        self, run: Path, ranks: int, budget_steps: int, console: str, tensorboard: bool, spares: int = 0,
-        settings: Mapping[str, Any] | None = None, begin_steps: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        run: Path,
+        ranks: int,
+        budget_steps: int,
+        console: str,
+        tensorboard: bool,
+        spares: int = 0,
+        settings: Mapping[str, Any] | None = None,
+        begin_steps: int | None = None,
+    ) -> None:
         """`spares`: ranks that may join those; `settings`: of the run, with dotted keys, for TensorBoard;
         `begin_steps`: of all ranks, after which what earlier jobs have told TensorBoard does not count; None: all
         counts."""

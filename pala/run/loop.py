@@ -74,9 +74,12 @@ class Loop(abc.ABC):
         self._begin = time.perf_counter() - self.counters.time_s
 
     def run(
-        self, env_seeds: np.ndarray, on_interval: Callable[[list[Record]], None], save: Callable[[], None],
+        self,
+        env_seeds: np.ndarray,
+        on_interval: Callable[[list[Record]], None],
+        save: Callable[[], None],
         on_update: Callable[[int], None] = nothing_on_update,
-    ) -> Stop:  # fmt: skip
+    ) -> Stop:
         """Train to the end, by the budget, a signal, a callback or because all leave; returns why, or NONE if this rank
         has left.
 
@@ -137,11 +140,13 @@ class Loop(abc.ABC):
     def take_records(self) -> list[Record]:
         """Return the episodes since the last call, of many an even sample, and one interval record."""
         seconds, fractions = self._watch.split()
-        record = self._stamp("interval") | self._interval_figures(seconds) | {
+        record = {
+            **self._stamp("interval"),
+            **self._interval_figures(seconds),
             "updates": self.counters.updates,
             "memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "episodes_left_out": max(0, len(self._records) - _MOST_EPISODES),
-        }  # fmt: skip
+        }
         record |= {f"time_{name}": round(fraction, 4) for name, fraction in fractions.items()}
         ended, self._records = self._records, []
         for key in {key for episode in ended for key in episode if key.startswith("info_")}:

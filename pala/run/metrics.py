@@ -141,8 +141,10 @@ _TEXTS, _SKETCHES, _STAMPS = (
     ("time_s", "local_steps", "global_steps"),
 )
 _NEEDED: dict[str, tuple[str, ...]] = {
-    "start": ("time_s", "segment"), "episode": ("time_s", "global_steps", "return"), "interval": ("time_s",),
-}  # fmt: skip
+    "start": ("time_s", "segment"),
+    "episode": ("time_s", "global_steps", "return"),
+    "interval": ("time_s",),
+}
 
 
 def _without_lost(tail: Tail) -> list[Record]:

@@ -22,10 +22,13 @@ def provenance(may_start_processes: bool = True) -> dict[str, Any]:
     directory, where that is not PALA's. Starts processes, which nobody may when MPI is initialised: without them there
     are no commits."""
     facts: dict[str, Any] = {
-        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]), "git_commit": None, "git_dirty": False,
-        "versions": installed_versions(), "cpu": cpu_model(),
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "git_commit": None,
+        "git_dirty": False,
+        "versions": installed_versions(),
+        "cpu": cpu_model(),
         "platform": platform.platform() if may_start_processes else "-".join(os.uname()[0:3:2]),
-    }  # fmt: skip
+    }
     if may_start_processes:
         here = Path(__file__).resolve()
         if _has(here.parent, here.name):  # another repository may be around where PALA is installed

@@ -74,10 +74,16 @@ class Run:
     def start_metrics(self, counters: Counters, global_steps: int) -> None:
         """Write the first record of this rank's metrics. Raises EndError as `check_folder`."""
         self._begin_steps = global_steps
-        self.write([{
-            "type": "start", "segment": self.segment.name, "rank": self.rank, "ranks": self.num_trainers,
-            "time_s": round(counters.time_s, 3), "local_steps": counters.local_steps, "global_steps": global_steps,
-        }])  # fmt: skip
+        start = {
+            "type": "start",
+            "segment": self.segment.name,
+            "rank": self.rank,
+            "ranks": self.num_trainers,
+            "time_s": round(counters.time_s, 3),
+            "local_steps": counters.local_steps,
+            "global_steps": global_steps,
+        }
+        self.write([start])
 
     def start_record(self, comm: Communicator, description: dict[str, Any]) -> None:
         """Begin run.json, or a segment in it, that `description` tells of. Collective."""
@@ -302,9 +308,13 @@ def _check_metrics(run: Path, ranks: int) -> None:
 
 
 def note_failure(
-    run: Path, segment: str, rank: int, error: BaseException, record: RunRecord | None = None,
+    run: Path,
+    segment: str,
+    rank: int,
+    error: BaseException,
+    record: RunRecord | None = None,
     check: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+) -> None:
     """Say in run.json that the segment of this name `failed`, and why; also for a spare that sleeps, which has no
     `Run`. `record`: of the rank that leads; `check`: as of `RunRecord`."""
     why = str(error) if isinstance(error, PalaError) else f"{type(error).__name__}: {error}"

@@ -20,15 +20,23 @@ class TensorBoard:
     """Event files of the whole run: scalars against global steps, and hyperparameters."""
 
     _TAGS: ClassVar[dict[str, str]] = {
-        "mean_return": "return/mean_of_last_100_episodes", "mean_length": "length/mean_of_last_100_episodes",
-        "loss_policy": "loss/policy", "loss_value": "loss/value", "entropy": "loss/entropy",
-        "loss": "loss/dqn", "absolute_error": "loss/absolute_error", "action_value": "value/action_value",
-        "epsilon": "update/epsilon", "server_updates": "update/server_updates",
-        "gradient_norm": "update/gradient_norm", "learning_rate": "update/learning_rate",
-        "updates_skipped": "update/skipped", "consensus_distance": "exchange/consensus_distance",
+        "mean_return": "return/mean_of_last_100_episodes",
+        "mean_length": "length/mean_of_last_100_episodes",
+        "loss_policy": "loss/policy",
+        "loss_value": "loss/value",
+        "entropy": "loss/entropy",
+        "loss": "loss/dqn",
+        "absolute_error": "loss/absolute_error",
+        "action_value": "value/action_value",
+        "epsilon": "update/epsilon",
+        "server_updates": "update/server_updates",
+        "gradient_norm": "update/gradient_norm",
+        "learning_rate": "update/learning_rate",
+        "updates_skipped": "update/skipped",
+        "consensus_distance": "exchange/consensus_distance",
         "consensus_distance_relative": "exchange/consensus_distance_relative",
         "staleness_updates": "exchange/staleness_updates",
-    }  # fmt: skip
+    }
 
     def __init__(self, folder: Path, begin_steps: int | None = None) -> None:
         """`begin_steps`: of all ranks; what is there of later steps was lost with an earlier job. None: all counts."""

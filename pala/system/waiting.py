@@ -36,9 +36,13 @@ class LongWait:
 
 
 def wait_asleep(
-    done: Callable[[], bool], timeout_s: float | None, interrupt: Interrupt, longest_sleep_s: float = 0.01,
-    wait: LongWait | None = None, sleep: Callable[[float], object] = time.sleep,
-) -> None:  # fmt: skip
+    done: Callable[[], bool],
+    timeout_s: float | None,
+    interrupt: Interrupt,
+    longest_sleep_s: float = 0.01,
+    wait: LongWait | None = None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
     """Wait until `done()`; after a signal, not for long. Raises EndError when time is up.
 
     `wait`: says that it takes long. `sleep(seconds)`, if it is another one, returns early when `done()` is worth

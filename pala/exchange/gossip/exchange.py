@@ -235,6 +235,14 @@ class GossipExchange(ModelExchange):
 
 
 _COUNTS = (
-    "staleness_updates", "mixes", "models_sent", "bytes_sent", "models_received", "models_mixed", "models_refused",
-    "models_stale", "sends_without_buffer", "waits_given_up",
-)  # fmt: skip
+    "staleness_updates",
+    "mixes",
+    "models_sent",
+    "bytes_sent",
+    "models_received",
+    "models_mixed",
+    "models_refused",
+    "models_stale",
+    "sends_without_buffer",
+    "waits_given_up",
+)

@@ -161,16 +161,26 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
             stop = told
     failures, status = _failure(stop)
     result = provenance() | {
-        "format": 1, "date": started, "jobs": jobs, "failures": failures, "exit_status": status,
+        "format": 1,
+        "date": started,
+        "jobs": jobs,
+        "failures": failures,
+        "exit_status": status,
         "config": to_table(command.config),
-        "protocol_us": costs, "protocol_in_jobs_of_8_us": costs_in_jobs,
+        "protocol_us": costs,
+        "protocol_in_jobs_of_8_us": costs_in_jobs,
         "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
         "options": {
-            "ranks": command.ranks, "rounds": command.rounds, "seconds": command.seconds, "quick": command.quick,
-            "exchanges": command.exchanges, "precisions": command.precisions, "launcher": command.launcher,
+            "ranks": command.ranks,
+            "rounds": command.rounds,
+            "seconds": command.seconds,
+            "quick": command.quick,
+            "exchanges": command.exchanges,
+            "precisions": command.precisions,
+            "launcher": command.launcher,
             "slowdown": command.slowdown,
         },
-    }  # fmt: skip
+    }
     tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
     write_json(output / "benchmark.json", result, indent=1)
     write_atomically(output / "benchmark.md", markdown(result).encode())
@@ -211,9 +221,15 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     folder = output / f"job-{ranks}-ranks"
     folder.mkdir()
     request = JobRequest(
-        ranks, command.exchanges, command.precisions, command.rounds, command.seconds, command.slowdown,
-        to_table(command.config), str(folder.resolve() / "result.json"),
-    )  # fmt: skip
+        ranks,
+        command.exchanges,
+        command.precisions,
+        command.rounds,
+        command.seconds,
+        command.slowdown,
+        to_table(command.config),
+        str(folder.resolve() / "result.json"),
+    )
     request.write(folder / "request.json")
     variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))
     expected_s = 10 + command.rounds * command.seconds * (variants + 1)

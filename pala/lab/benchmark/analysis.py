@@ -69,13 +69,15 @@ def _parts(job: dict[str, Any], precision: str) -> Parts:
         return median(lambda round_: [rank[key] for rank in round_["network"][precision]])
 
     return Parts(
-        job["ranks"], job["of_ranks"][0]["threads"], precision,
+        job["ranks"],
+        job["of_ranks"][0]["threads"],
+        precision,
         environment_us=median(lambda round_: round_["environment_us"]),
         network_us={part: network(part) for part in PARTS},
         matrix_gflops=network("matrix_gflops"),
         operations_us=median(lambda r: [_operations_us(flops, k["matrix_gflops"]) for k in r["network"][precision]]),
         bound_steps_per_s=Spread.of(_bound_steps_per_s(round_, precision, flops) for round_ in job["rounds"]),
-    )  # fmt: skip
+    )
 
 
 def _operations_us(flops: float, gflops_per_s: float) -> float:
@@ -106,7 +108,9 @@ def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
     kept = [_progress_kept(of_round) for of_round in ranks if all("movement" in rank for rank in of_round)]
     figures = {key: [rank[key] for rank in everything if key in rank] for key in _FIGURES}
     return Training(
-        job["ranks"], precision, exchange,
+        job["ranks"],
+        precision,
+        exchange,
         steps_per_s=Spread.of(speeds),
         of_none=_ratio(speeds, none) if none is not None and exchange != BASELINE else None,
         of_bound=_ratio(speeds, [_bound_steps_per_s(round_, precision, flops) for round_ in rounds]),
@@ -116,7 +120,7 @@ def _training(job: dict[str, Any], precision: str, exchange: str) -> Training:
         exchange_thread_share=median(lambda rank: rank["exchange_thread_share"]),
         figures={key: _FIGURES[key](values) for key, values in figures.items() if values}
         | ({"progress_kept": statistics.median(kept)} if kept else {}),
-    )  # fmt: skip
+    )
 
 
 def _median_us(section: str, ranks: list[list[dict[str, Any]]]) -> float:
@@ -136,9 +140,12 @@ def _progress_kept(ranks: list[dict[str, Any]]) -> float:
 
 
 _FIGURES: dict[str, Callable[[list[float]], float]] = {
-    "models_sent": statistics.median, "models_mixed": statistics.median, "staleness_updates": max,
-    "consensus_distance_relative": statistics.median, "bytes_sent": statistics.median,
-}  # fmt: skip
+    "models_sent": statistics.median,
+    "models_mixed": statistics.median,
+    "staleness_updates": max,
+    "consensus_distance_relative": statistics.median,
+    "bytes_sent": statistics.median,
+}
 
 
 def precision_of(benchmark: dict[str, Any]) -> str:
@@ -173,5 +180,6 @@ def far_off(jobs: list[dict[str, Any]], lowest: float) -> list[str]:
     return [
         f"With {t.ranks} ranks in {t.precision}, training with exchange '{t.exchange}' is only {t.of_none.text('.2f')} "
         f"as fast as without; at least {lowest:g} is expected."
-        for t in all_training(jobs) if t.of_none is not None and t.of_none.median < lowest
-    ]  # fmt: skip
+        for t in all_training(jobs)
+        if t.of_none is not None and t.of_none.median < lowest
+    ]

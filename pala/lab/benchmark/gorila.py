@@ -34,10 +34,16 @@ def with_short_replay(config: Config) -> Config:
     """Return the configuration with learning that begins soon and ranks that do not sleep. What is sampled may lie in a
     cache."""
     gorila = config.gorila
-    return replace(config, run=replace(config.run, spares=0), gorila=replace(
-        gorila, min_replay_steps=min(gorila.min_replay_steps, _MIN_REPLAY_STEPS), save_replay=False,
-        replay_capacity_steps=min(gorila.replay_capacity_steps, _CAPACITY_STEPS),
-    ))  # fmt: skip
+    return replace(
+        config,
+        run=replace(config.run, spares=0),
+        gorila=replace(
+            gorila,
+            min_replay_steps=min(gorila.min_replay_steps, _MIN_REPLAY_STEPS),
+            save_replay=False,
+            replay_capacity_steps=min(gorila.replay_capacity_steps, _CAPACITY_STEPS),
+        ),
+    )
 
 
 def flops_per_step(
@@ -110,7 +116,8 @@ class GorilaTrial(Trial):
         records = super().run(global_steps, seconds, seeds)
         learns = any(record["updates"] for record in records)  # else the budget was met before
         before = [
-            record for record in records[:-1]
+            record
+            for record in records[:-1]
             if (not record["updates"] if learns else record.get("global_steps", 0) < self.steps_before)
-        ]  # fmt: skip
+        ]
         return records[max(len(before) - 1, 0) :]

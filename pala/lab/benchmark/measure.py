@@ -154,9 +154,14 @@ def network_us(agent: A2CAgent, config: Config, observations: np.ndarray, second
         times.append(now())
         clip_gradient_(flat.gradient, settings.max_gradient_norm)
         rmsprop_(
-            flat.data, flat.gradient, agent.a2c.mean_square, settings.learning_rate, settings.rmsprop_alpha,
-            settings.rmsprop_epsilon, settings.rmsprop_epsilon_inside_root,
-        )  # fmt: skip
+            flat.data,
+            flat.gradient,
+            agent.a2c.mean_square,
+            settings.learning_rate,
+            settings.rmsprop_alpha,
+            settings.rmsprop_epsilon,
+            settings.rmsprop_epsilon_inside_root,
+        )
         times.append(now())
         turns += 1
         for name, first, last in zip(sums, times, times[1:], strict=False):
@@ -260,11 +265,12 @@ class Trial:
         Returns this rank's interval records, and before them one of the beginning.
         """
         config = replace(
-            self._config, total_steps=global_steps,
+            self._config,
+            total_steps=global_steps,
             run=replace(
                 self._config.run, spares=0, log_interval_s=seconds / _LOG_INTERVALS, checkpoint_interval_s=math.inf
             ),
-        )  # fmt: skip
+        )
         interrupt = Interrupt()
         loop, exchange = self._loop(config, ExchangeState([0] * self._comm.size), interrupt)
         self.message_bytes = exchange.message_bytes

@@ -161,19 +161,27 @@ class Rounds:
         cuda = self.device.type == "cuda"
         count = gorila.flops_per_step if self.is_gorila else flops_per_step
         forward, backward = count(self.envs.observation_space, self.envs.action_space, self.config)
-        of_ranks = self.comm.allgather({
-            "host": self.comm.host, "device": str(self.device), "threads": self.threads,
-            "gpu": torch.cuda.get_device_name(self.device) if cuda else None,
-            "seconds_to_first_step": round(first_step_s, 2),
-            "memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "device_memory_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
-        })  # fmt: skip
+        of_ranks = self.comm.allgather(
+            {
+                "host": self.comm.host,
+                "device": str(self.device),
+                "threads": self.threads,
+                "gpu": torch.cuda.get_device_name(self.device) if cuda else None,
+                "seconds_to_first_step": round(first_step_s, 2),
+                "memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "device_memory_peak_bytes": torch.cuda.max_memory_allocated(self.device) if cuda else None,
+            }
+        )
         return {
-            "ranks": self.comm.size, "of_ranks": of_ranks, "precision": self.precision,
+            "ranks": self.comm.size,
+            "of_ranks": of_ranks,
+            "precision": self.precision,
             "precisions": list(self.precisions),
-            "exchanges": self.exchanges, "left_out": self.left_out, "seconds": self.request.seconds,
+            "exchanges": self.exchanges,
+            "left_out": self.left_out,
+            "seconds": self.request.seconds,
             "flops_per_step": {"forward": forward, "backward": backward},
             "parameters": self.first_weights.numel(),
             "message_bytes": {exchange: trial.message_bytes for (_, exchange), trial in self.trials.items()},
             "mpi": self.comm.facts()["mpi"],
-        }  # fmt: skip
+        }

@@ -123,9 +123,10 @@ def _check_conditions(plan: Plan, results: Path) -> None:
     before = read(file)
     variants, launcher = before.get("variants", {}), before.get("launcher", Preset.launcher)
     changed = [
-        name for name in variants.keys() & preset.variants.keys()
+        name
+        for name in variants.keys() & preset.variants.keys()
         if variants[name].get("launcher", launcher) != preset.variants[name].get("launcher", preset.launcher)
-    ]  # fmt: skip
+    ]
     if preset.undisturbed and before.get("undisturbed") is False:
         fault = "other work ran beside its runs ('undisturbed = false'), so their times are not for a report"
     elif changed:

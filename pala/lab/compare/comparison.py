@@ -14,9 +14,15 @@ from pala.lab.compare.measures import Run
 from pala.lab.compare.plan import Cell, Preset
 
 _LOOKS = {
-    "uniform": 0, "shared_memory": 1, "allreduce": 2, "paired": 3, "paired, momentum": 4, "push_sum": 5, "none": 6,
+    "uniform": 0,
+    "shared_memory": 1,
+    "allreduce": 2,
+    "paired": 3,
+    "paired, momentum": 4,
+    "push_sum": 5,
+    "none": 6,
     "gorila": 1,
-}  # fmt: skip
+}
 _RARE_LOOKS = (4, 5, 6, 11, 12, 13, 18, 19, 20, 25, 26, 27)  # those of the colours that few methods have
 
 
@@ -71,9 +77,11 @@ class Comparison:
     def common_steps(self, cell: Cell) -> int:
         """Return the smallest budget among completed runs of a cell's game and number of ranks."""
         return min(
-            run.last["global_steps"] for other, runs in self.cells.items() for run in runs
+            run.last["global_steps"]
+            for other, runs in self.cells.items()
+            for run in runs
             if (other.game, other.ranks) == (cell.game, cell.ranks)
-        )  # fmt: skip
+        )
 
     def without_exchange(self, cell: Cell) -> list[Run]:
         """Return the completed runs that a cell's speed is compared with: of independent learners, with the fewest
@@ -84,9 +92,10 @@ class Comparison:
             return sum(not key.startswith("exchange.") for key in differences(runs[0].config, mine))
 
         independent = [
-            runs for other, runs in self.cells.items()
+            runs
+            for other, runs in self.cells.items()
             if (other.game, other.ranks) == (cell.game, cell.ranks) and runs[0].is_independent
-        ]  # fmt: skip
+        ]
         return min(independent, key=distance, default=[])
 
     def speeds_over_ranks(self) -> dict[tuple[str, str], dict[int, float]]:

@@ -123,16 +123,19 @@ class Plan:
             raise PalaError(f"{self.source}: two games have the same 'env.id'; runs of them could not be told apart.")
         cells = [
             Cell(variant, game, ranks)
-            for game in self._games for ranks in self._rank_counts() for variant in self.preset.variants
+            for game in self._games
+            for ranks in self._rank_counts()
+            for variant in self.preset.variants
             if ranks in self.ranks_of(variant) and game in self.games_of(variant)
-        ]  # fmt: skip
+        ]
         self.left_out = [cell for cell in cells if self.nodes(cell.ranks) > 1 and self._needs_one_host(cell)]
         """Cells that no run is made of: their method needs one host, and their ranks span nodes."""
         self.runs = [
             self._planned(cell, seed)
-            for seed in self._seeds() for cell in cells
+            for seed in self._seeds()
+            for cell in cells
             if cell not in self.left_out and seed in self.seeds_of(cell.variant)
-        ]  # fmt: skip
+        ]
         by_name: dict[str, Planned] = {}
         for run in self.runs:
             if (first := by_name.setdefault(run.config.run.name, run)) is not run:
@@ -219,9 +222,10 @@ class Plan:
         variant = self.preset.variants[cell.variant]
         config = self._games[cell.game]
         for where, table in (
-            ("train", self.preset.train), (f"train_at.{cell.ranks}", self.preset.train_at.get(str(cell.ranks), {})),
+            ("train", self.preset.train),
+            (f"train_at.{cell.ranks}", self.preset.train_at.get(str(cell.ranks), {})),
             (f"variants.{cell.variant}", {k: v for k, v in variant.items() if k not in _VARIANTS_OWN}),
-        ):  # fmt: skip
+        ):
             if given := [key for key in flatten(table) if key in _GIVEN]:
                 raise PalaError(f"{self.source}: '{where}.{given[0]}' is given by the comparison itself; leave it out.")
             config = _over(config, table, f"{self.source}, [{where}]")

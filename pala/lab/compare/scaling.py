@@ -64,8 +64,9 @@ def _over_ranks(comparison: Comparison, game: str, variant: str) -> dict[int, li
     """Return ranks -> the completed runs that have episodes."""
     found = {
         cell.ranks: [run for run in runs if len(run.returns)]
-        for cell, runs in comparison.cells.items() if (cell.game, cell.variant) == (game, variant)
-    }  # fmt: skip
+        for cell, runs in comparison.cells.items()
+        if (cell.game, cell.variant) == (game, variant)
+    }
     return {ranks: found[ranks] for ranks in sorted(found) if found[ranks]}
 
 

@@ -146,15 +146,21 @@ def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Co
     slope, constant = np.polyfit(counts, [benchmark["protocol_us"][str(count)] for count in counts], 1)
     send_us, receive_us, mix_us = (statistics.median(m[part] for m in models) for part in ("send", "receive", "mix"))
     return Costs(
-        update_quantiles_s=_quantiles(ranks, steps), steps_per_update=steps,
-        rollout_steps=config["a2c"]["rollout_steps"], acting_share=statistics.median(acting),
-        send_s=1e-6 * send_us, receive_s=1e-6 * receive_us, mix_s=1e-6 * mix_us,
+        update_quantiles_s=_quantiles(ranks, steps),
+        steps_per_update=steps,
+        rollout_steps=config["a2c"]["rollout_steps"],
+        acting_share=statistics.median(acting),
+        send_s=1e-6 * send_us,
+        receive_s=1e-6 * receive_us,
+        mix_s=1e-6 * mix_us,
         protocol_s=(1e-6 * float(constant), 1e-6 * max(0.0, float(slope))),
         model_bytes=job["message_bytes"]["gossip"] - control_bytes(job["ranks"]),
-        max_staleness=config["exchange"]["max_staleness"], mixing=config["exchange"]["mixing"],
-        threads=job["of_ranks"][0]["threads"], compression=config["exchange"]["compression"],
+        max_staleness=config["exchange"]["max_staleness"],
+        mixing=config["exchange"]["mixing"],
+        threads=job["of_ranks"][0]["threads"],
+        compression=config["exchange"]["compression"],
         patience_s=config["exchange"].get("patience_s", Rules.patience_s),
-    )  # fmt: skip
+    )
 
 
 def _quantiles(ranks: Sequence[dict[str, Any]], steps: int) -> tuple[float, ...]:

@@ -44,10 +44,17 @@ class GossipCluster(VirtualCluster):
         self._generator = np.random.default_rng(seed)
         self._phases = np.ones(cluster.ranks) if in_phase else self._generator.random(cluster.ranks)
         scenario = Scenario(
-            cluster.ranks, topology, costs.mixing, costs.max_staleness, budget_steps=1 << 62,
-            steps_per_update=costs.steps_per_update, seed=seed, wake_s=(0.0, _HURRY_S), again_s=Rules.again_s,
+            cluster.ranks,
+            topology,
+            costs.mixing,
+            costs.max_staleness,
+            budget_steps=1 << 62,
+            steps_per_update=costs.steps_per_update,
+            seed=seed,
+            wake_s=(0.0, _HURRY_S),
+            again_s=Rules.again_s,
             patience_s=costs.patience_s,
-        )  # fmt: skip
+        )
         super().__init__(scenario, np.zeros((cluster.ranks, _DIMENSION)), learn=self._step_at_random)
 
     # ---- what is seen from outside ---------------------------------------------------------------------------------

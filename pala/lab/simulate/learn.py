@@ -229,13 +229,20 @@ def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
     n, draw, delay, exchange = conditions.ranks, random.Random(config.seed), conditions.delay_updates, config.exchange
     rounds = config.total_steps / (n * config.steps_per_update)
     made = Scenario(
-        n, exchange.graph, method, exchange.max_staleness, config.total_steps,
-        config.steps_per_update, config.seed, slowness=_slowness(conditions),
+        n,
+        exchange.graph,
+        method,
+        exchange.max_staleness,
+        config.total_steps,
+        config.steps_per_update,
+        config.seed,
+        slowness=_slowness(conditions),
         deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
-        patience_s=100.0 + 20 * delay, death_notice_s=(0.0, delay),
+        patience_s=100.0 + 20 * delay,
+        death_notice_s=(0.0, delay),
         exchanges_per_update=exchange.exchanges_per_update if RULES[method].by_pairs else 1,
         rollout_steps=config.a2c.rollout_steps,
-    )  # fmt: skip
+    )
     return timed_in_updates(made, delay)
 
 
@@ -301,9 +308,15 @@ def _learned(
     learners: Learners, mean: Tensor, steps: int, time: float, updates: list[int], models_sent: int
 ) -> Learned:
     return Learned(
-        learners.episodes, steps, round(time, 1), updates, models_sent, learners.progress_kept(mean),
-        learners.distances, learners.divergences,
-    )  # fmt: skip
+        learners.episodes,
+        steps,
+        round(time, 1),
+        updates,
+        models_sent,
+        learners.progress_kept(mean),
+        learners.distances,
+        learners.divergences,
+    )
 
 
 def parse(arguments: list[str]) -> Command:
@@ -389,11 +402,13 @@ def _row(method: str, trainings: list[Learned], total_steps: int) -> list[str]:
     heights = [training.mean_height(total_steps) for training in trainings]
     mean = statistics.fmean
     return [
-        method, f"{mean(heights):.1f}", f"{min(heights):.1f}-{max(heights):.1f}",
+        method,
+        f"{mean(heights):.1f}",
+        f"{min(heights):.1f}-{max(heights):.1f}",
         f"{mean(training.curve(50, total_steps)[-1] for training in trainings):.1f}",
         f"{mean(training.progress_kept for training in trainings):.2f}",
         f"{mean(mean(training.distances or [0.0]) for training in trainings):.4f}",
         f"{mean(mean(training.divergences or [0.0]) for training in trainings):.4f}",
         f"{mean(training.models_sent / sum(training.updates) for training in trainings):.2f}",
         f"{mean(training.time_updates for training in trainings):,.0f}",
-    ]  # fmt: skip
+    ]

@@ -81,13 +81,18 @@ def predict(command: Command, benchmark: dict[str, Any], costs: Costs, output: P
     options = asdict(command) | {"benchmark": str(command.benchmark), "output": str(output)}
     facts = provenance() | {"format": 1, "date": now_utc()}
     result = facts | {
-        "options": options, "costs": asdict(costs), "one_rank_steps_per_s": costs.steps_per_s,
+        "options": options,
+        "costs": asdict(costs),
+        "one_rank_steps_per_s": costs.steps_per_s,
         "measured": {
-            "environment": benchmark["config"]["env"]["id"], "precision": precision_of(benchmark),
-            "cpu": benchmark["machine"]["cpu"], "git_commit": benchmark["git_commit"], "date": benchmark["date"],
+            "environment": benchmark["config"]["env"]["id"],
+            "precision": precision_of(benchmark),
+            "cpu": benchmark["machine"]["cpu"],
+            "git_commit": benchmark["git_commit"],
+            "date": benchmark["date"],
         },
         "predictions": predictions(command, costs),
-    }  # fmt: skip
+    }
     tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
     write_json(output / "simulation.json", result, indent=1)
     write_atomically(output / "simulation.md", markdown(result).encode())
@@ -110,9 +115,13 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
     if reason := _reason_against(command, method, ranks, costs):
         return row | {"reason": reason}
     cluster = Cluster(
-        ranks, command.ranks_per_host, command.ranks_per_host * costs.threads, 1e-6 * command.latency_us,
-        command.bandwidth_gbit * 1e9 / 8, straggler,
-    )  # fmt: skip
+        ranks,
+        command.ranks_per_host,
+        command.ranks_per_host * costs.threads,
+        1e-6 * command.latency_us,
+        command.bandwidth_gbit * 1e9 / 8,
+        straggler,
+    )
     begin = time.perf_counter()
     prediction = METHODS[method].simulate(cluster, costs, command.seed)
     seconds = time.perf_counter() - begin

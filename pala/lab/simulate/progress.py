@@ -71,9 +71,14 @@ def measure(
 ) -> Progress:
     """Play the updates of all ranks, and return what the mixing left of them."""
     scenario = Scenario(
-        ranks, topology, mixing, budget_steps=ranks * updates, seed=seed, exchanges_per_update=exchanges,
+        ranks,
+        topology,
+        mixing,
+        budget_steps=ranks * updates,
+        seed=seed,
+        exchanges_per_update=exchanges,
         slowness=() if slowness == 1 else (slowness, *[1.0] * (ranks - 1)),
-    )  # fmt: skip
+    )
     made = np.zeros(ranks)
 
     def learn(rank: int, model: np.ndarray) -> None:

@@ -108,8 +108,9 @@ def draw(simulation: dict[str, Any], output: Path) -> None:
     options, measured = simulation["options"], simulation["measured"]
     figure.suptitle(
         f"Simulated, with costs measured on {measured['cpu']}: {measured['environment']}, {options['ranks_per_host']} "
-        f"ranks a host, {options['bandwidth_gbit']:g} Gbit/s, {options['latency_us']:g} µs", fontsize=11,
-    )  # fmt: skip
+        f"ranks a host, {options['bandwidth_gbit']:g} Gbit/s, {options['latency_us']:g} µs",
+        fontsize=11,
+    )
     write_picture(figure, output)
 
 
@@ -122,11 +123,15 @@ def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]]) -> None:
         mine = [row for row in rows if row["method"] == method]
         style = METHODS[method]
         axes.plot(
-            [row["ranks"] for row in mine], [row["efficiency"] for row in mine], color=style.colour,
-            marker=style.marker, markersize=style.marker_size,
-            markerfacecolor="none" if style.is_hollow else style.colour, linewidth=1.4,
+            [row["ranks"] for row in mine],
+            [row["efficiency"] for row in mine],
+            color=style.colour,
+            marker=style.marker,
+            markersize=style.marker_size,
+            markerfacecolor="none" if style.is_hollow else style.colour,
+            linewidth=1.4,
             label=style.label,
-        )  # fmt: skip
+        )
     axes.set_title("all ranks alike" if straggler == 1 else f"one rank {straggler:g} times slower", fontsize=11)
     tidy_ranks(axes, ranks, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_ylim(0, 1.05)

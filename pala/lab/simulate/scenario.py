@@ -70,6 +70,10 @@ class Scenario:
 def timed_in_updates(scenario: Scenario, delay: float) -> Scenario:
     """Return a scenario whose unit of time is one update, and whose models are on their way for `delay` of them."""
     return replace(
-        scenario, update_s=(0.95, 1.05), model_s=(0.9 * delay, 1.1 * delay), control_s=(0.09 * delay, 0.11 * delay),
-        wake_s=(0.0, 0.001), again_s=20.0 + 5 * delay,
-    )  # fmt: skip
+        scenario,
+        update_s=(0.95, 1.05),
+        model_s=(0.9 * delay, 1.1 * delay),
+        control_s=(0.09 * delay, 0.11 * delay),
+        wake_s=(0.0, 0.001),
+        again_s=20.0 + 5 * delay,
+    )

@@ -53,10 +53,15 @@ class VirtualCluster(VirtualNetwork):
     """`scenario.size` ranks on one clock. `run` plays the scenario to its end; the attributes say what happened."""
 
     def __init__(
-        self, scenario: Scenario, models: np.ndarray | None = None, *, learn: Learn | None = None,
+        self,
+        scenario: Scenario,
+        models: np.ndarray | None = None,
+        *,
+        learn: Learn | None = None,
         observe: Callable[[VirtualCluster], None] | None = None,
-        protocol: Callable[[Rules], GossipProtocol] = make_protocol, driver: type[GossipDriver] = GossipDriver,
-    ) -> None:  # fmt: skip
+        protocol: Callable[[Rules], GossipProtocol] = make_protocol,
+        driver: type[GossipDriver] = GossipDriver,
+    ) -> None:
         """`models`: [size, parameters], by default each rank's number; `learn(rank, model)` changes a model in place at
         each update; `observe(self)` is called after each event; `protocol` and `driver` let tests plant a
         bug."""
@@ -86,9 +91,15 @@ class VirtualCluster(VirtualNetwork):
     def _make_rank(self, number: int, model: np.ndarray) -> Rank:
         s = self.scenario
         rules = Rules(
-            s.topology, s.max_staleness, s.seed, s.whole_every, again_s=s.again_s, patience_s=s.patience_s,
-            exchanges_per_update=s.exchanges_per_update, mixing=s.mixing,
-        )  # fmt: skip
+            s.topology,
+            s.max_staleness,
+            s.seed,
+            s.whole_every,
+            again_s=s.again_s,
+            patience_s=s.patience_s,
+            exchanges_per_update=s.exchanges_per_update,
+            mixing=s.mixing,
+        )
         protocol = self._protocol(rules)
         budget = StepBudget(number, s.size, s.budget_steps, spares=s.spares)
         state = protocol.new_state(budget, weight=float(number < s.size - s.spares))
