@@ -122,7 +122,9 @@ class Supervisor:
 
     def __init__(self, options: argparse.Namespace, arguments: list[str]) -> None:
         """Read the options. `arguments`: those of `pala.train`. Raises PalaError for what is wrong with either."""
-        self.mpirun, self.restarts, self.pause_s = survivable(options.mpirun), options.restarts, options.pause_s
+        self.mpirun = survivable(options.mpirun)
+        self.restarts = options.restarts
+        self.pause_s = options.pause_s
         self.hosts = read_hosts(options.host, options.hostfile)
         slots = sum(host.slots for host in self.hosts)
         given, (arguments, command) = arguments, with_default(options.or_preset, arguments)
@@ -182,7 +184,9 @@ class Supervisor:
             self.run = first.with_name(f"{first.name}-{number}")
 
     def _supervise(self) -> int:
-        steps, futile, has_trained = -1, 0, False
+        steps = -1
+        futile = 0
+        has_trained = False
         goes_on = self._was_told or self.resumes  # then a job may have outlived an earlier supervisor
         was_complete = goes_on and self._is_trained()
         if goes_on and (fault := self._left_over()) is not None:

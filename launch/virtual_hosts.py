@@ -148,7 +148,9 @@ class VirtualHosts:
 
     def _connect(self, host: int) -> None:
         """Lay a cable from the host's `eth0` to the switch's `port<host>`, slowed at both ends."""
-        switch, inside, port = _inside(self._switch), _inside(self._holders[host].pid), f"port{host}"
+        switch = _inside(self._switch)
+        inside = _inside(self._holders[host].pid)
+        port = f"port{host}"
         peer = ["peer", "name", "eth0", "netns", str(self._holders[host].pid)]
         _run(*switch, "ip", "link", "add", port, "type", "veth", *peer)
         _run(*switch, "ip", "link", "set", port, "master", "bridge", "up")

@@ -19,7 +19,9 @@ class Normalization:
 
     def __init__(self, flat: FlatParameters, gamma: float) -> None:
         """`flat`: of an `ActorCritic`, whose names of the moments are used here."""
-        self._flat, self._gamma, self._of = flat, gamma, flat.moments
+        self._flat = flat
+        self._gamma = gamma
+        self._of = flat.moments
         self._samples: dict[str, list[Tensor]] = {what: [] for what in self._of}
         self._returns_B: Tensor | None = None
 

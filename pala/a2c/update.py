@@ -83,7 +83,10 @@ class A2C:
     """The optimiser's state and one update of a network's flat parameters: its gradient, then a step along it."""
 
     def __init__(self, distribution: Distribution, tape: Tape, flat: FlatParameters, config: A2CConfig) -> None:
-        self.distribution, self.tape, self.flat, self._config = distribution, tape, flat, config
+        self.distribution = distribution
+        self.tape = tape
+        self.flat = flat
+        self._config = config
         self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
         self.warms_up_from = 0  # the update after which the mean squares were 0

@@ -17,7 +17,9 @@ T = TypeVar("T")
 class Alone(Communicator):
     """Rank 0 of one. It builds what a rank trains with, and does not train."""
 
-    rank, size, outlives_ranks = 0, 1, False
+    rank = 0
+    size = 1
+    outlives_ranks = False
 
     def __init__(self, host: str) -> None:
         self.host = host

@@ -29,7 +29,10 @@ from pala.comm.ulfm import Barrier, MpiDeaths, is_death
 
 _BULK_TAG, _SMALL_TAG = 1, 2
 _MOST_AT_ONCE = 32  # messages that are taken in between two looks at what is to be sent
-_HURRY_SLEEP_S, _BUSY_SLEEP_S, _CLOSING_SLEEP_S, _IDLE_SLEEP_S = 0.0003, 0.002, 0.01, TICK_S
+_HURRY_SLEEP_S = 0.0003
+_BUSY_SLEEP_S = 0.002
+_CLOSING_SLEEP_S = 0.01
+_IDLE_SLEEP_S = TICK_S
 
 
 @dataclass

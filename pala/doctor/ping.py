@@ -18,7 +18,9 @@ Pair = tuple[int, int]
 
 MODEL_BYTES = 4 * 865_413  # GALA's network with 4 actions, in float32
 MOST_PAIRS = 256
-_SMALL_BYTES, _SMALL_TRIPS, _MODEL_TRIPS = 8, 50, 3
+_SMALL_BYTES = 8
+_SMALL_TRIPS = 50
+_MODEL_TRIPS = 3
 
 
 def turns(hosts: Sequence[str], most_pairs: int = MOST_PAIRS) -> list[list[Pair]]:

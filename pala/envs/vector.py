@@ -79,7 +79,9 @@ class Envs:
     ) -> None:
         """`name`: what people call the environment; `inputs`: by which its observations came to be `vector_env`'s;
         `episode_info`: numbers in its final infos."""
-        self.vector_env, self.name, self._episode_info = vector_env, name, episode_info
+        self.vector_env = vector_env
+        self.name = name
+        self._episode_info = episode_info
         self._clip = clip_rewards
         self.num_envs = vector_env.num_envs
         self.observation_space = vector_env.single_observation_space
@@ -263,7 +265,9 @@ class _Factory:
     def __init__(
         self, make_env: MakeEnv, layout: Layout, max_episode_steps: int | None, episode_info: Sequence[str]
     ) -> None:
-        self._make_env, self._layout, self._max_episode_steps = make_env, layout, max_episode_steps
+        self._make_env = make_env
+        self._layout = layout
+        self._max_episode_steps = max_episode_steps
         self._episode_info = episode_info
         self.name = ""
         self.inputs: Inputs | None = None

@@ -32,7 +32,9 @@ class AllReduce(ModelExchange):
         self, comm: Communicator, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
     ) -> None:
         """`parameters`: equal on all ranks."""
-        self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
+        self._comm = comm
+        self._parameters = parameters
+        self._interrupt = interrupt
         self._buffer = torch.zeros(parameters.numel() + 2 + comm.size, pin_memory=parameters.is_cuda)
         self._gradient, self._words = self._buffer.split((parameters.numel(), 2 + comm.size))
         self._ends, self._signals, self._not_finite = self._words.split((1, 1, comm.size))

@@ -21,7 +21,10 @@ class NoExchange(ModelExchange):
     def __init__(
         self, comm: Communicator, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
     ) -> None:
-        self._comm, self._parameters, self._start, self._interrupt = comm, parameters, start, interrupt
+        self._comm = comm
+        self._parameters = parameters
+        self._start = start
+        self._interrupt = interrupt
         self._final_steps: np.ndarray | None = None
         self._deaths = comm.deaths()
         self._local_steps = start.local_steps[comm.rank]
@@ -107,7 +110,9 @@ class _Bell(Receiver):
 
     def __init__(self, comm: Communicator) -> None:
         """Open a transport. Collective."""
-        self._rank, self.has_rung, self.dead = comm.rank, False, set[int]()
+        self._rank = comm.rank
+        self.has_rung = False
+        self.dead = set[int]()
         self.transport = comm.open_transport()
         self.transport.start(self)
 

@@ -96,8 +96,13 @@ class SharedMemory(ModelExchange):
         """`num_exact`: the last parameters that are no part of the distance that is measured. Collective. All ranks are
         on one host."""
         self._num_measured = parameters.numel() - num_exact
-        self._comm, self._rank, self._parameters, self._interrupt = comm, comm.rank, parameters, interrupt
-        self._max_staleness, self._budget_steps, self._base_steps = config.max_staleness, budget_steps, start.base_steps
+        self._comm = comm
+        self._rank = comm.rank
+        self._parameters = parameters
+        self._interrupt = interrupt
+        self._max_staleness = config.max_staleness
+        self._budget_steps = budget_steps
+        self._base_steps = start.base_steps
         everybody = range(comm.size)
         graph = GRAPHS[config.graph]
         self._out = list(graph.out_peers(comm.rank, everybody, 0, 0))
@@ -138,7 +143,9 @@ class SharedMemory(ModelExchange):
     def after_update(self, steps: int, healthy: bool) -> bool:
         self._deaths.end_if_any()
         self._window.steps[self._rank] += steps
-        self._has_trained, self._healthy, self._is_owed = True, healthy, True
+        self._has_trained = True
+        self._healthy = healthy
+        self._is_owed = True
         if not self._write():
             self._counts["sends_without_buffer"] += healthy
         if not healthy:

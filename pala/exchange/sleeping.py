@@ -25,7 +25,9 @@ class Sleeping(abc.ABC):
     """Waits for the rank's turn. It hears who dies, leaves and joins, and of the end, and has no model."""
 
     def __init__(self, budget: StepBudget, transport: Transport, interrupt: Interrupt) -> None:
-        self._budget, self.transport, self._interrupt = budget, transport, interrupt
+        self._budget = budget
+        self.transport = transport
+        self._interrupt = interrupt
 
     @property
     def rank(self) -> int:

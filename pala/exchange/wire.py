@@ -79,7 +79,9 @@ class Wire:
 
     def __init__(self, num_ranks: int, num_parameters: int, signature: int, sizes: Mapping[KindT, Sizes]) -> None:
         """`sizes`: bytes that a message of each allowed kind and format may have behind the counters."""
-        self.num_ranks, self.num_parameters, self.signature = num_ranks, num_parameters, signature
+        self.num_ranks = num_ranks
+        self.num_parameters = num_parameters
+        self.signature = signature
         self._sizes: Mapping[int, tuple[enum.IntEnum, Sizes]] = {int(kind): (kind, of) for kind, of in sizes.items()}
         counters = 8 * num_ranks
         self.control_bytes = _ALIGNMENT + -(-counters // _ALIGNMENT) * _ALIGNMENT

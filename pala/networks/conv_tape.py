@@ -51,7 +51,9 @@ class ConvTape(Tape):
         self._strides += [layer.stride[0] for layer in self._convolutions[1:]]
         self._linear, self._heads = cast(nn.Linear, trunk.linear), heads
         self._head_sizes = [head.out_features for head in heads]
-        self._max_passes, self._batch_size, self.kept = max_passes, len(observations), 0
+        self._max_passes = max_passes
+        self._batch_size = len(observations)
+        self.kept = 0
         self._buffers: list[Tensor] = []  # made at the first pass, which shows the shapes; a single pass's own
         self._weights: list[tuple[Tensor, Tensor]] = []
 
@@ -130,7 +132,9 @@ class ConvTape(Tape):
         gradient = fast_linear(gradient, linear.t()).unflatten(1, (*shape[2:], shape[1])).permute(0, 3, 1, 2)
         for i in reversed(range(len(convolutions))):
             gradient = _through_relu_(gradient, images[i + 1])
-            layer, weight, stride = self._convolutions[i], convolutions[i][0], self._strides[i]
+            layer = self._convolutions[i]
+            weight = convolutions[i][0]
+            stride = self._strides[i]
             gradient, by_weight, by_bias = torch.ops.aten.convolution_backward(
                 gradient, images[i], weight, [layer.out_channels], (stride, stride), (0, 0), (1, 1), False, (0, 0), 1,
                 (i > 0, True, True),

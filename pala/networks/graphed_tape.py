@@ -50,7 +50,9 @@ class GraphedTape(Tape):
 
     def __init__(self, tape: ConvTape, observations: Tensor, max_passes: int, capture: Capture = cuda_graph) -> None:
         """`observations` [B, C, H, W]: an example on the device, which the tape keeps and writes to."""
-        self._tape, self._observations, self._kept = tape, observations, 0
+        self._tape = tape
+        self._observations = observations
+        self._kept = 0
         self._begin = capture(tape.begin)
         self._forwards = [capture(lambda t=t: self._forward_at(t)) for t in range(max_passes)]  # type: ignore[misc]
         self._peek = capture(lambda: tape.peek(observations))

@@ -17,7 +17,9 @@ class EndWatch:
     def __init__(self, run: Path, earlier_segments: int) -> None:
         """Watch from now on. `earlier_segments`: those of jobs before this one."""
         self._run, self._segments = run, earlier_segments
-        self._over_s, self._was_locked, self._written_s = 0.0, False, 0.0
+        self._over_s = 0.0
+        self._was_locked = False
+        self._written_s = 0.0
 
     def is_over(self) -> bool:
         """Return True if no rank has lived for `LINGER_S`. Must be asked every `LOOK_S`."""

@@ -39,7 +39,9 @@ class Run:
     ) -> None:
         """`segment`: the folder of this start's checkpoints; `previous`: of those that it continues from. `config`: as
         run.json has it. `hosts`: of all ranks, the spares too."""
-        self.folder, self.segment, self.previous = folder, segment, previous
+        self.folder = folder
+        self.segment = segment
+        self.previous = previous
         self.config = config
         self.identity: tuple[int, int] | None = None  # of the folder, once it is locked
         self.hosts, self.spares = hosts, config.run.spares

@@ -247,7 +247,9 @@ class RunRecord:
     def __init__(self, path: Path, record: dict[str, Any], check: Callable[[], None]) -> None:
         """`check` is called before each writing, and may raise; it does nothing for a folder that nobody else can have
         made anew."""
-        self._file, self._record, self._check = path / "run.json", record, check
+        self._file = path / "run.json"
+        self._record = record
+        self._check = check
 
     @classmethod
     def begin(

@@ -131,7 +131,9 @@ def prepare(threads: int) -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # not glibc: a matter of speed only
         return
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    trim_threshold = -1
+    top_pad = -2
+    mmap_threshold = -3
     if not mallopt(mmap_threshold, 1 << 30):
         mallopt(mmap_threshold, 32 << 20)  # the most that glibc before 2.35 takes
     mallopt(trim_threshold, (1 << 31) - 1)

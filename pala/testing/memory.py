@@ -136,7 +136,9 @@ class _Group:
     """Those who take part in some collectives, as one rank sees them."""
 
     def __init__(self, comm: MemoryCommunicator, members: Sequence[int], context: Any) -> None:
-        self.members, self._comm, self._context = members, comm, context
+        self.members = members
+        self._comm = comm
+        self._context = context
         self._number = 0
 
     def join(self, value: Any) -> _Round:
@@ -160,7 +162,10 @@ class _Group:
 
 class _MemorySurvivors(Survivors):
     def __init__(self, group: _Group, timeout_s: float | None, interrupt: Interrupt) -> None:
-        self.members, self._group, self._timeout_s, self._interrupt = group.members, group, timeout_s, interrupt
+        self.members = group.members
+        self._group = group
+        self._timeout_s = timeout_s
+        self._interrupt = interrupt
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         array[...] = _reduced(self._group.gather(array.copy(), self._timeout_s, self._interrupt), how)
@@ -175,7 +180,9 @@ def _reduced(arrays: Sequence[np.ndarray], how: Reduction) -> np.ndarray:
 
 class _MemoryDeaths(Deaths):
     def __init__(self, comm: MemoryCommunicator, of_transport: bool) -> None:
-        self._comm, self._of_transport, self.ranks = comm, of_transport, set()
+        self._comm = comm
+        self._of_transport = of_transport
+        self.ranks = set()
 
     def look(self) -> set[int]:
         self._comm.end_if_dead()
@@ -205,7 +212,10 @@ class MemoryCommunicator(Communicator):
     outlives_ranks = True  # a test may say otherwise, if it kills none
 
     def __init__(self, world: _World, rank: int) -> None:
-        self.world, self.rank, self.size, self.host = world, rank, world.size, platform.node()
+        self.world = world
+        self.rank = rank
+        self.size = world.size
+        self.host = platform.node()
         self.interrupt = Interrupt()
         self._all = _Group(self, range(world.size), "all")
         self._patient = Interrupt()  # never signalled

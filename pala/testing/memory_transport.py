@@ -47,7 +47,10 @@ class MemoryTransport(ThreadedTransport):
 
     def __init__(self, comm: MemoryCommunicator, channel: Channel) -> None:
         super().__init__(f"pala-memory-{comm.rank}")
-        self._comm, self._world, self._rank, self._channel = comm, comm.world, comm.rank, channel
+        self._comm = comm
+        self._world = comm.world
+        self._rank = comm.rank
+        self._channel = channel
         self._deaths, self._wake = comm.deaths(of_transport=True), channel.wakes[comm.rank]
         self._sends: list[_Message] = []  # on their way
         self._num_sent, self._num_bulk = 0, Counter[int]()  # messages; bulk messages by peer

@@ -55,7 +55,9 @@ def canonical(s: GossipState, rules: Rules, now_s: float, has_ended: bool, perio
     if has_ended:  # nor does it mix, but at the close
         s.lock.held_since_s.clear()
         s.owed.clear()
-        s.num_rejected, s.rounds_due, s.round = 0, 1, FIRST_ROUND
+        s.num_rejected = 0
+        s.rounds_due = 1
+        s.round = FIRST_ROUND
 
 
 def _forget_times(s: GossipState, rules: Rules, now_s: float) -> None:

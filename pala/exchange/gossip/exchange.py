@@ -54,7 +54,9 @@ class GossipExchange(ModelExchange):
         `num_exact` are never rounded or left out. `signature`: of the network's layout, equal on all ranks.
         `total_steps`: the budget of all ranks. `seed`: of the random topology. `start`: None for a spare that is
         needed, which continues with what it `slept` by, and has to `take_place`."""
-        self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
+        self._comm = comm
+        self._parameters = parameters
+        self._interrupt = interrupt
         self._exchanges_between_steps = settings.exchanges_per_update > 1
         self._stays = False  # it was told to leave, and has told others, but is there at the end
         self._has_updated = False  # before, its moments know nothing, and half of that would go to a peer

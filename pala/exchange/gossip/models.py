@@ -117,7 +117,9 @@ class TensorModels(Models):
 
     def __init__(self, parameters: Tensor, codec: Codec, wire: Wire) -> None:
         """`parameters`: mixed in place."""
-        self._parameters, self._codec, self._wire = parameters, codec, wire
+        self._parameters = parameters
+        self._codec = codec
+        self._wire = wire
         self._model = parameters  # that moves, and of which snapshots are taken: the parameters or `_ahead`
         self._ahead, self._acting = parameters[:0], parameters[:0]  # as `look_ahead`; the parameters of the rollout
         self._inbox = ReceiveBuffer(wire, codec, parameters.device)

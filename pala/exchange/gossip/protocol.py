@@ -169,7 +169,9 @@ class GossipProtocol(abc.ABC):
 
     def _begin_update(self, s: GossipState) -> None:
         if len(s.budget.living) == 1:  # nobody's model is newer; for a spare that joins it waits anew
-            s.staleness, s.gave_up, s.returning = 0, False, False
+            s.staleness = 0
+            s.gave_up = False
+            s.returning = False
         s.between_updates, s.resumed_s = False, s.now_s
 
     # ---- what follows from them ----------------------------------------------------------------------------------

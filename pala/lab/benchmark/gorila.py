@@ -60,14 +60,18 @@ def network_us(agent: GorilaAgent, config: Config, observations: np.ndarray, sec
     """Return microseconds a step of `forward` (the target network's pass over all minibatches that training has at
     hand), `backward` (the gradient with the network's own pass, and the weights taken anew) and `optimiser` (a shard of
     all parameters)."""
-    gorila, dqn, now = config.gorila, agent.dqn, clock(agent.device)
+    gorila = config.gorila
+    dqn = agent.dqn
+    now = clock(agent.device)
     count = gorila.minibatch_size
     at_hand = minibatches_at_hand(config) if dqn.target_tape.joins else 1
     images = torch.from_numpy(np.resize(observations, (at_hand * count, *observations.shape[1:]))).to(agent.device)
     zeros = torch.zeros(count, device=agent.device)
     batch = Transitions(images[:count], zeros.long(), zeros, images[:count], zeros.bool())
     shard = Shard(ServedModel.fresh(agent.flat.data), slice(None), gorila)
-    sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
+    sums = dict.fromkeys(("forward", "backward", "optimiser"), 0.0)
+    turns = 0
+    end = now() + seconds
     dqn.target_tape.begin()
     while turns < 2 or now() < end:
         begin = now()
@@ -90,7 +94,9 @@ class GorilaTrial(Trial):
     """Each run fills a replay of its own first, which does not count, and begins new games, as a replay needs."""
 
     def __init__(self, comm: Communicator, config: Config, envs: ContinuedEnvs) -> None:
-        self._comm, self._config, self._envs = comm, with_short_replay(config), envs
+        self._comm = comm
+        self._config = with_short_replay(config)
+        self._envs = envs
         self.message_bytes = 0
 
     @property

@@ -136,12 +136,17 @@ def environment_us(envs: ContinuedEnvs, agent: A2CAgent | GorilaAgent, seconds: 
 def network_us(agent: A2CAgent, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
     """Return microseconds a step of `forward` (all acting passes of a rollout and its bootstrap), `backward` and
     `optimiser` (clipping and RMSprop)."""
-    tape, flat, settings, now = agent.a2c.tape, agent.flat, config.a2c, clock(agent.device)
+    tape = agent.a2c.tape
+    flat = agent.flat
+    settings = config.a2c
+    now = clock(agent.device)
     images = torch.from_numpy(observations).to(agent.device)
     batch = (settings.rollout_steps, len(images))
     outputs = [head.out_features for head in agent.network.heads]
     gradients = [torch.randn(*batch, width, device=agent.device) / math.prod(batch) for width in outputs]
-    sums, turns, end = dict.fromkeys(("forward", "backward", "optimiser"), 0.0), 0, now() + seconds
+    sums = dict.fromkeys(("forward", "backward", "optimiser"), 0.0)
+    turns = 0
+    end = now() + seconds
     while turns < 2 or now() < end:
         times = [now()]
         tape.begin()
@@ -240,7 +245,10 @@ class Trial:
     def __init__(
         self, comm: Communicator, config: Config, envs: ContinuedEnvs, agent: A2CAgent, first_weights: torch.Tensor
     ) -> None:
-        self._comm, self._config, self._envs, self._agent = comm, config, envs, agent
+        self._comm = comm
+        self._config = config
+        self._envs = envs
+        self._agent = agent
         self._first_weights = first_weights
         self.message_bytes = 0
 
@@ -323,7 +331,9 @@ def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str,
     short run, what is after the first interval, or all."""
     choices = ([record for record in records[1:] if record["time_s"] <= until_s], records[1:])
     kept = next((choice for choice in choices if _seconds(choice) > 0.1 * _seconds(records)), records)
-    first, last, intervals = kept[0], kept[-1], kept[1:]
+    first = kept[0]
+    last = kept[-1]
+    intervals = kept[1:]
     seconds = [max(1e-3, after["time_s"] - before["time_s"]) for before, after in zip(kept, intervals, strict=False)]
     wall_s, updates = sum(seconds), max(1, last["updates"] - first["updates"])
     figures = {

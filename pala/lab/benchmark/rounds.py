@@ -49,7 +49,10 @@ class Rounds:
     """A rank's environments, agents and trials, and what is measured with them."""
 
     def __init__(self, comm: Communicator, request: JobRequest, config: Config, threads: int) -> None:
-        self.comm, self.request, self.config, self.threads = comm, request, config, threads
+        self.comm = comm
+        self.request = request
+        self.config = config
+        self.threads = threads
         envs = build_envs(comm, config, threads)
         self.seeds = derive(config.seed, comm.rank, "environments", envs.num_envs)
         slowdown = request.slowdown if comm.rank == comm.size - 1 else 1.0

@@ -122,7 +122,9 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
     not decide how a run learns, as threads), then one that has runs with as many ranks, then one with the same budget.
     Settings that differ even so become part of the name, so that runs which are not alike are not mixed. `source`: the
     run's folder."""
-    game, method, ranks = plan.game_of(config, source), config.exchange_kind.name, segment.get("ranks", 1)
+    game = plan.game_of(config, source)
+    method = config.exchange_kind.name
+    ranks = segment.get("ranks", 1)
     wanted = {variant: plan.config_of(Cell(variant, game, ranks)) for variant in plan.preset.variants}
     alike = {variant: settings for variant, settings in wanted.items() if settings.exchange_kind.name == method}
     if not alike:

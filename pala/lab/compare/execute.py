@@ -163,7 +163,9 @@ class Executor:
 
     def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path) -> None:
         """Find the tasks of the runs. Raises PalaError if a run that exists is not what the plan asks for."""
-        self._plan, self._results, self._runs = plan, results, runs
+        self._plan = plan
+        self._results = results
+        self._runs = runs
         self.tasks, self.unfit = tasks_of(runs, results)
         self._seconds = self._steps = 0.0  # of runs trained from start to end
 

@@ -58,7 +58,11 @@ class Submission:
         """Runs that no job helps, with the reason; the last job names them."""
         self.jobs: list[str] = []
         """Jobs for runs of the comparison that wait or run, after `submit`."""
-        self._plan, self._results, self._runs, self._report, self._only = plan, results, runs, report, only
+        self._plan = plan
+        self._results = results
+        self._runs = runs
+        self._report = report
+        self._only = only
         self._folder = runs[0].folder.parent
 
     def commands(self) -> list[list[str]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _TIME_UNTIL_STEADY = 0.25  # of a simulated run
-_MOST_UPDATES, _LEAST_UPDATES_A_RANK, _MOST_UPDATES_A_RANK = 100_000, 32, 400
+_MOST_UPDATES = 100_000
+_LEAST_UPDATES_A_RANK = 32
+_MOST_UPDATES_A_RANK = 400
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,10 @@ def learn(
 
 def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
     """Return the simulated network and ranks of a training by gossip."""
-    n, draw, delay, exchange = conditions.ranks, random.Random(config.seed), conditions.delay_updates, config.exchange
+    n = conditions.ranks
+    draw = random.Random(config.seed)
+    delay = conditions.delay_updates
+    exchange = config.exchange
     rounds = config.total_steps / (n * config.steps_per_update)
     made = Scenario(
         n,
@@ -275,7 +278,9 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
     config, n = learners.config, conditions.ranks
     flats = [rank.flat for rank in learners.ranks]
     draw, slowness = random.Random(config.seed), _slowness(conditions) or (1.0,) * n
-    steps, times, rounds = 0, [0.0] * n, 0
+    steps = 0
+    times = [0.0] * n
+    rounds = 0
     while steps < config.total_steps:
         for rank in learners.ranks:
             rank.exchange.global_steps = steps

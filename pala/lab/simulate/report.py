@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def markdown(simulation: dict[str, Any]) -> str:
     """Return all tables, as readable in a terminal or a log as on a page."""
-    options, measured, rows = simulation["options"], simulation["measured"], simulation["predictions"]
+    options = simulation["options"]
+    measured = simulation["measured"]
+    rows = simulation["predictions"]
     most = max(options["ranks"])
     page = Page(f"Prediction: {measured['environment']} in {measured['precision']}, up to {most:,} ranks")
     page.add(_inputs(simulation))
@@ -30,7 +32,9 @@ def markdown(simulation: dict[str, Any]) -> str:
 
 
 def _inputs(simulation: dict[str, Any]) -> str:
-    options, costs, measured = simulation["options"], simulation["costs"], simulation["measured"]
+    options = simulation["options"]
+    costs = simulation["costs"]
+    measured = simulation["measured"]
     update_ms = [1e3 * quantile for quantile in costs["update_quantiles_s"]]
     send_ms, receive_ms, mix_ms = (1e3 * costs[f"{part}_s"] for part in ("send", "receive", "mix"))
     return (

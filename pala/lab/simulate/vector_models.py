@@ -46,7 +46,10 @@ class VectorModels(Models):
     ) -> None:
         """Begin with a `model`. `stopped`: begin and end of the time in which the rank is stopped; `keeps_own`: whether
         it afterwards continues with its own old model, since there is no fresher one."""
-        self.model, self._network, self._stopped, self._keeps_own = model, network, stopped, keeps_own
+        self.model = model
+        self._network = network
+        self._stopped = stopped
+        self._keeps_own = keeps_own
         self.ahead: np.ndarray | None = None  # as `look_ahead`; with the moves that are owed
         self._acting = model  # what the model was then
         self.mixes = 0
@@ -56,7 +59,9 @@ class VectorModels(Models):
         self.owed: dict[VectorPacket, np.ndarray] = {}  # offers that were answered -> the moves due to them
         self.unmatched = np.zeros_like(model)  # by which this rank alone has moved, or its peers alone have
         self._opened: tuple[np.ndarray, Message | None, float] = (model, None, 0.0)
-        self.inbox, self.inbox_weight, self.inbox_whole = np.zeros_like(model), 0.0, False
+        self.inbox = np.zeros_like(model)
+        self.inbox_weight = 0.0
+        self.inbox_whole = False
         self.inbox_from_s = float("inf")  # when the oldest model in it was sent
 
     def new_snapshot(self) -> VectorPacket:
@@ -90,7 +95,9 @@ class VectorModels(Models):
         self.inbox_from_s = min(self.inbox_from_s, time_s)
 
     def clear(self) -> None:
-        self.inbox, self.inbox_weight, self.inbox_whole = np.zeros_like(self.model), 0.0, False
+        self.inbox = np.zeros_like(self.model)
+        self.inbox_weight = 0.0
+        self.inbox_whole = False
         self.inbox_from_s = float("inf")
 
     def mix(self, own_weight: float, measure: bool) -> None:

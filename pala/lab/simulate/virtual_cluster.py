@@ -33,7 +33,9 @@ class Rank:
     """One virtual rank: its driver, its model, and what is known of it from outside."""
 
     def __init__(self, driver: GossipDriver, models: VectorModels) -> None:
-        self.driver, self.state, self.models = driver, driver.state, models
+        self.driver = driver
+        self.state = driver.state
+        self.models = models
         self.number = driver.state.rank
         self.waiting = self.ended = self.timer_set = self.wake_set = False
         self.asleep = self.waking = False  # of a spare: it does not train yet; it is needed
@@ -67,7 +69,9 @@ class VirtualCluster(VirtualNetwork):
         bug."""
         super().__init__(scenario)
         s = scenario
-        self._learn, self._protocol, self._driver = learn, protocol, driver
+        self._learn = learn
+        self._protocol = protocol
+        self._driver = driver
         self.observe = partial(observe, self) if observe is not None else None
         models = np.arange(s.size, dtype=np.float64)[:, None] if models is None else models
         self.global_steps = 0
@@ -174,7 +178,9 @@ class VirtualCluster(VirtualNetwork):
             return
         if not rank.staleness:  # its first rollout: it has nothing to give yet
             return
-        models, mixes, acting = rank.models, rank.models.mixes, rank.model.tobytes()
+        models = rank.models
+        mixes = rank.models.mixes
+        acting = rank.model.tobytes()
         rank.driver.between_steps()
         if models.mixes > mixes:
             rank.since_mix, rank.waited_since_mix_s = 0, 0.0
@@ -192,7 +198,9 @@ class VirtualCluster(VirtualNetwork):
     def _take_place(self, rank: Rank) -> None:
         if rank.number in self.dead or rank.ended:
             return
-        rank.asleep, rank.waiting, rank.wait_began_s = False, True, self.now
+        rank.asleep = False
+        rank.waiting = True
+        rank.wait_began_s = self.now
         rank.driver.take_place()
         self._advance(rank)
 
