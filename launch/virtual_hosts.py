@@ -41,7 +41,7 @@ class VirtualHosts:
     """A context manager: inside it, hosts 0 ... num_hosts - 1 exist, all on one switch."""
 
     def __init__(self, num_hosts: int, rate: str | None = None, cores_per_host: int | None = None) -> None:
-        """`rate`: of each host's link, each way, as `100mbit`; None: as fast as it goes.
+        """`rate`: rate of each host's link, each way, as `100mbit`; None: as fast as it goes.
 
         `cores_per_host`: by default the machine's cores divided by the hosts, at least one; hosts share cores if there
         are too few.
@@ -102,7 +102,8 @@ class VirtualHosts:
     def mpirun(
         self, arguments: Sequence[str], ranks_per_host: int = 1, mpirun: str = "mpirun"
     ) -> tuple[list[str], dict[str, str]]:
-        """(command, what to add to its environment) that runs `arguments` on all hosts by Open MPI, from host 0."""
+        """Return a command, and additions to its environment, that runs `arguments` on all hosts by Open MPI, from host
+        0."""
         where = ",".join(f"{address}:{ranks_per_host}" for address in self.addresses)
         mapping = f"ppr:{ranks_per_host}:node:oversubscribe"  # a default of the environment could fill host 0 first
         placed = ["-np", str(ranks_per_host * self.num_hosts), "--host", where, "--map-by", mapping]
@@ -219,7 +220,7 @@ def _run(*command: str) -> None:
 
 
 def _shape(rate: str | None) -> list[str]:
-    """Arguments of tc for a link of this rate. Raises VirtualHostsError."""
+    """Return tc's arguments for a link of this rate. Raises VirtualHostsError."""
     if rate is None:
         return []
     match = re.fullmatch(r"([1-9]\d*)(kbit|mbit|gbit)", rate)

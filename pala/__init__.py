@@ -163,7 +163,8 @@ def _check_callable(**given: Any) -> None:
 
 
 def _with_evaluation(result: Result) -> Result:
-    """On ranks that did not evaluate: with what the one that did has written into the run's folder, if it did."""
+    """Add to the result of a rank that did not evaluate what the evaluating rank wrote into the run's folder, if it
+    did."""
     from pala.evaluation.record import read_evaluation
     from pala.run.run_folder import read
 
@@ -190,7 +191,7 @@ def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: b
     """Load the policy of a run, on the CPU and without MPI: `policy.act(observations)` gives actions.
 
     A run that has not completed gives the mean of its ranks' newest checkpoints (`none`: the first's; Gorila: the
-    shards'). `seed`: of sampled actions. `trust_run`: run the code that the run names or holds (its environment,
+    shards'). `seed`: seed of sampled actions. `trust_run`: run the code that the run names or holds (its environment,
     network, wrappers) though it came from elsewhere. `best`: not the final policy, but the one of the checkpoint after
     which 100 training episodes had the best mean. Raises PalaError.
     """
@@ -204,7 +205,7 @@ def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> Ve
     them, rewards unclipped. `load_policy(run)` takes their observations.
 
     They are gymnasium's, in this process: an environment begins anew in the step in which its episode ends
-    (`AutoresetMode.SAME_STEP`). `trust_run`: as of `load_policy`. Raises PalaError.
+    (`AutoresetMode.SAME_STEP`). `trust_run`: see `load_policy`. Raises PalaError.
     """
     from pala.envs.vector import as_gymnasium
     from pala.evaluation.acting import check_numbers
@@ -233,7 +234,7 @@ def evaluate_policy(
     """Play whole games with a run's policy, without MPI; writes nothing. What is None is as in the run's own
     `evaluation` settings; `threads`, of torch and Atari: the cores that this process may use.
 
-    Equal arguments give equal returns, unless the environment has chance of its own. `trust_run`, `best`: as of
+    Equal arguments give equal returns, unless the environment has chance of its own. `trust_run`, `best`: see
     `load_policy`. `other_settings`: other than the run's; of Atari `noop_max`, `repeat_action_probability`,
     `max_episode_frames`, of Gorila `epsilon`. Raises PalaError.
     """

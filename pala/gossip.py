@@ -64,9 +64,9 @@ class Gossip:
         """Name the model and how ranks exchange it; nothing happens before the block begins.
 
         `model`: a module, or tensors, float32 and all on one device. `total_steps`: the budget of all ranks together,
-        in the unit of `after_update(steps=...)`. `seed`: of the random topology, equal on all ranks. `comm`: the ranks
-        of a test (`pala.testing`); by default those of MPI. The other settings are those of `exchange` in training.
-        Raises PalaError for settings or tensors that cannot be used.
+        in the unit of `after_update(steps=...)`. `seed`: seed of the random topology, equal on all ranks. `comm`: the
+        ranks of a test (`pala.testing`); by default those of MPI. The other settings are those of `exchange` in
+        training. Raises PalaError for settings or tensors that cannot be used.
         """
         exchange = ExchangeConfig(
             topology=topology,
@@ -184,7 +184,7 @@ class Gossip:
         """Send this rank's model and average in what peers sent, after an optimiser step. May wait, at most
         `max_staleness` updates behind and `patience_s` for a peer.
 
-        `steps`: what this update counts of the budget. A model that is not finite is replaced by a peer's. Raises
+        `steps`: share of the budget that this update counts. A model that is not finite is replaced by a peer's. Raises
         PalaError if there is no finite model, or if a tensor of the model was replaced.
         """
         if self._flat is None:

@@ -111,7 +111,7 @@ class A2CAgent(Agent[ModelExchange]):
         return counters
 
     def _begin_alike(self, comm: Communicator, counters: dict[str, Any]) -> dict[str, Any]:
-        """Ranks save at unlike times: all take over the model and counts of the one that came furthest. Returns this
+        """Take over the model and counts of the rank that came furthest, since ranks save at unlike times. Returns this
         rank's counters with these counts. Collective."""
         updates = comm.allgather(counters["updates"])
         root = updates.index(max(updates))
@@ -133,8 +133,8 @@ def build(
     make_network: MakeNetwork | None = None,
     sleeping: SleepingGossip | None = None,
 ) -> A2CAgent:
-    """Build network, tape and optimiser, with the seed's first weights. `sleeping`: of a spare that is needed, and
-    alone in `comm`. Collective."""
+    """Build network, tape and optimiser, with the seed's first weights. `sleeping`: the sleeping gossip of a spare that
+    is needed; it is then alone in `comm`. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
     device, config = device_and_precision(comm, config, envs)
     _check_memory(comm, config, envs, device)

@@ -21,7 +21,7 @@ from pala.system.errors import PalaError
 
 
 def average_of(segment: Path, signature: int, parameters: int, first_only: bool = False) -> tuple[RankState, int]:
-    """`average` of the checkpoints in a folder, of which one at a time is in memory; and of how many ranks they are."""
+    """Return the `average` of the checkpoints in a folder, reading one at a time, and the number of their ranks."""
 
     def load(state: RankState) -> RankState:
         read = load_rank(segment, state.rank, signature, state.ranks, parameters)  # a live job may have saved since

@@ -92,7 +92,7 @@ class Learner(Loop):
         return result
 
     def _play(self) -> tuple[Rollout, Tensor]:
-        """`rollout_steps` steps of all environments, and V after the last one [B]."""
+        """Play `rollout_steps` steps in all environments; return V after the last one [B]."""
         rollout, distribution = Rollout(), self._a2c.distribution
         with self._watch.section("inference"):
             self._tape.begin()
@@ -121,7 +121,8 @@ class Learner(Loop):
             return rollout, self._value(self.observations)
 
     def _rewards(self, step: Step, ended_B: Tensor) -> Tensor:
-        """Rewards [B]; where a time limit cut the episode, with the discounted value of what would have followed."""
+        """Return the rewards [B]; where a time limit cut the episode, add the discounted value of what would have
+        followed."""
         rewards_B = self._a2c.normalization.rewards(self._to_device(step.rewards), ended_B)
         if step.truncated.any():
             value = self._value(self._to_device(step.final_observations))
@@ -129,7 +130,7 @@ class Learner(Loop):
         return rewards_B
 
     def _value(self, observations: Tensor) -> Tensor:
-        """V of any number of observations, for bootstrapping."""
+        """Return V of any number of observations, for bootstrapping."""
         _, value = self._tape.peek(observations)
         return value.squeeze(-1)
 

@@ -26,7 +26,8 @@ def kept_by_mixing(exchange: ExchangeConfig, ranks: int) -> float:
 
 
 def learning_rate_factor(exchange: ExchangeConfig, ranks: int) -> float:
-    """By how much `ranks` learners step further than one alone, if `a2c.learning_rate_scaling` is `ranks`.
+    """Return the factor by which `ranks` learners step further than one alone, if `a2c.learning_rate_scaling` is
+    `ranks`.
 
     A batch of N learners allows steps √N times as long (Malladi et al. 2022, arXiv 2205.10287), and GALA multiplies by
     √N. RMSprop divides by the size of a rank's own gradient, which noise makes √N times that of the mean of N: so where

@@ -19,7 +19,7 @@ class Momentum:
 
     def __init__(self, parameters: Tensor, momentum: float, smoothing: float, movement: Tensor | None = None) -> None:
         """`momentum`: the mean of the ranks' models goes 1 / (1 - momentum) times as far as by the own steps alone;
-        `smoothing`: decay of the running mean an update; `movement`: where that mean is kept."""
+        `smoothing`: decay of the running mean an update; `movement`: the memory of that mean."""
         self._momentum, self._smoothing = momentum, smoothing
         self.movement = torch.zeros_like(parameters) if movement is None else movement  # the running mean, an update
         before = torch.empty_like(parameters)  # the parameters at the last call

@@ -45,7 +45,7 @@ class Movement:
         self._own = torch.zeros_like(self._own)
 
     def take(self) -> tuple[list[float], list[float]]:
-        """Sketches of the own steps and of the whole movement since the last call: 32 sums each."""
+        """Return sketches of the own steps and of the whole movement since the last call: 32 sums each."""
         own, moved = self._own @ self._signs, (self._last - self._begin) @ self._signs
         self._begin = self._last
         self._own = torch.zeros_like(self._own)

@@ -18,7 +18,7 @@ class Normalization:
     """
 
     def __init__(self, flat: FlatParameters, gamma: float) -> None:
-        """`flat`: of an `ActorCritic`, whose names of the moments are used here."""
+        """`flat`: parameters of an `ActorCritic`; its names of the moments are used here."""
         self._flat = flat
         self._gamma = gamma
         self._of = flat.moments

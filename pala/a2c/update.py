@@ -49,7 +49,8 @@ def a2c_loss(
     bootstrap_B: Tensor,
     config: A2CConfig,
 ) -> Loss:
-    """policy + value_coefficient * value - entropy_coefficient * entropy (A3C, section 4; GALA, released settings).
+    """Return policy + value_coefficient * value - entropy_coefficient * entropy (A3C, section 4; GALA, released
+    settings).
 
     policy = -mean(log pi(a) * advantage), value = mean((return - V)^2). The rollout's network outputs are given apart
     (stacked: policy outputs [T, B, A], values [T, B]), to be differentiated by. `bootstrap_B`: V after the last step.

@@ -25,7 +25,8 @@ def settings_that_matter(facts: dict[str, Any], without: tuple[str, ...] = ()) -
 
 
 def _has_reader(facts: Facts, values: dict[str, Any]) -> bool:
-    """Return whether a run's algorithm, kind of exchange and network read a setting. `values`: with dotted keys."""
+    """Return whether a run's algorithm, kind of exchange and network read a setting. `values`: settings by dotted
+    keys."""
     return (
         facts.algorithm in ("", values["algorithm"])
         and (facts.kinds is None or values["exchange.kind"] in facts.kinds)

@@ -55,8 +55,8 @@ def _members() -> dict[str, tuple[Path, str]]:
 
 
 def find(preset: str | Path, folder: str = "") -> Path:
-    """Return the file of a preset that is given by path or by name. `folder`: of FOLDER, for names. Raises PalaError
-    if there is none."""
+    """Return the file of a preset that is given by path or by name. `folder`: a folder in FOLDER, for names. Raises
+    PalaError if there is none."""
     return _locate(preset, folder)[0]
 
 
@@ -146,7 +146,7 @@ def _with_id(table: dict[str, Any], preset: str | Path) -> dict[str, Any]:
 
 
 def read(path: Path, preset: str | Path = "") -> dict[str, Any]:
-    """Return the tables of a preset's file. `preset`: what the user calls it. Raises PalaError."""
+    """Return the tables of a preset's file. `preset`: the user's name for it. Raises PalaError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin files with a byte order mark
     except RecursionError:

@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """A problem and what to do about it; `stops`: as things are, training would not start."""
+    """A problem and what to do about it; `stops`: True if training would not start as things are."""
 
     text: str
     stops: bool = False

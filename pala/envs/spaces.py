@@ -51,8 +51,8 @@ class Inputs:
 
 
 def inputs_of(space: gymnasium.Space, layout: Layout = "auto") -> Inputs:
-    """Return how observations of this space reach the network. `layout`: of images. Raises PalaError for other
-    spaces."""
+    """Return how observations of this space reach the network. `layout`: order of an image's axes. Raises PalaError for
+    other spaces."""
     if _can_be_flat(space) and gymnasium.spaces.flatdim(space) == 0:
         raise PalaError(f"Observations of {space} are empty; a network needs at least one number.")
     if isinstance(space, Box):
@@ -75,8 +75,8 @@ def inputs_of(space: gymnasium.Space, layout: Layout = "auto") -> Inputs:
 
 
 def image_scale(space: Box) -> tuple[float, float]:
-    """(low, factor): a pixel x of an image of this space becomes (x - low) * factor, from 0 to 1; without finite bounds
-    it stays as it is."""
+    """Return (low, factor): a pixel x of an image of this space becomes (x - low) * factor, from 0 to 1; without finite
+    bounds it stays as it is."""
     low, high = float(space.low.min()), float(space.high.max())
     if not (_is_bounded(space) and high > low):
         return 0.0, 1.0
@@ -141,7 +141,7 @@ def _as_image(observation: Any, axis: int | None, dtype: Any) -> np.ndarray:
 
 
 def _channels_first(image: np.ndarray, axis: int | None) -> np.ndarray:
-    """`axis`: of the channels; None: it has none."""
+    """Move the channels to the front. `axis`: the axis of the channels; None: the image has none."""
     return image[None] if axis is None else np.moveaxis(image, axis, 0)
 
 

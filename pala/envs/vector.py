@@ -77,8 +77,8 @@ class Envs:
         inputs: Inputs | None = None,
         episode_info: Sequence[str] = (),
     ) -> None:
-        """`name`: what people call the environment; `inputs`: by which its observations came to be `vector_env`'s;
-        `episode_info`: numbers in its final infos."""
+        """`name`: the environment's name for people; `inputs`: the mapping by which its observations became
+        `vector_env`'s; `episode_info`: names of numbers in its final infos."""
         self.vector_env = vector_env
         self.name = name
         self._episode_info = episode_info
@@ -91,7 +91,7 @@ class Envs:
         self._lengths = np.zeros(self.num_envs, np.int64)
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
-        """First observations [B, *obs]; `seeds` int32 [B], one an environment."""
+        """Begin episodes, and return the first observations [B, *obs]; `seeds` int32 [B], one an environment."""
         observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
         take_back_signals()
         self._returns[:] = 0
@@ -130,7 +130,8 @@ class Envs:
             self.abandon()
 
     def close(self) -> None:
-        """Free the environments and their threads or processes. What they raise is said: nobody needs them any more."""
+        """Free the environments and their threads or processes. What they raise is only reported, since they are not
+        needed any more."""
         if isinstance(self.vector_env, EnvProcesses):
             if killed := self.vector_env.end(_CLOSE_S):
                 say(f"{killed} of the environments did not close within {_CLOSE_S:g} s; their processes were killed.")
@@ -171,7 +172,7 @@ class Envs:
 
 @contextlib.contextmanager
 def _told_if_it_takes_long() -> Iterator[None]:
-    """Around `close` of the user's environments."""
+    """Report that `close` of the user's environments, inside the block, takes long."""
     waits = f"'close' of the environments has not returned for {_CLOSE_S:g} s; this process goes on waiting for it."
     notice = threading.Timer(_CLOSE_S, say, [waits])
     notice.daemon = True
@@ -183,8 +184,8 @@ def _told_if_it_takes_long() -> Iterator[None]:
 
 
 def make_atari(config: EnvConfig, num_threads: int, **look: Any) -> Any:
-    """ale-py's vector environment of a game as it is played by these settings. `look`: what ale-py is told of the
-    observations, which do not change how it goes. Raises PalaError."""
+    """Make ale-py's vector environment of a game as it is played by these settings. `look`: ale-py's arguments for the
+    observations; they do not change the game. Raises PalaError."""
     from ale_py import AtariVectorEnv  # not installed where only other environments are played
 
     return AtariVectorEnv(
@@ -237,7 +238,7 @@ class _Outermost(gymnasium.Wrapper):
         self._episode_info = episode_info
 
     def reset(self, **arguments: Any) -> Any:
-        """Without info. Raises PalaError where the environment is made for Gym before 0.26."""
+        """Reset the environment, without its info. Raises PalaError where it is made for Gym before 0.26."""
         result = self.env.reset(**arguments)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise PalaError("The environment's 'reset' must return (observation, info), as Gymnasium's do.")
@@ -414,7 +415,8 @@ def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
 
 
 def atari_rom(env_id: str) -> str:
-    """`ALE/SpaceInvaders-v5` -> `space_invaders`, checked against the ROMs that ale-py brings."""
+    """Return the ROM of an id, `ALE/SpaceInvaders-v5` -> `space_invaders`, checked against the ROMs that ale-py
+    brings."""
     checked_id(env_id)
     rom = str(gymnasium.spec(env_id).kwargs["game"])
     from ale_py import roms
@@ -457,7 +459,8 @@ def checked_id(env_id: str) -> str:
 
 
 def _as_now_named(env_id: str) -> str:
-    """`Pong-v5` and `PongNoFrameskip-v4`, as Atari games were called, with today's name; others as they are."""
+    """Give Atari games under former names, such as `Pong-v5` and `PongNoFrameskip-v4`, today's name; leave others as
+    they are."""
     if env_id in gymnasium.registry and not str(gymnasium.registry[env_id].entry_point).startswith("ale_py"):
         return env_id
     game = re.sub(r"(-ram)?((NoFrameskip|Deterministic)?-v\d+)?$", "", env_id.removeprefix("ALE/"))

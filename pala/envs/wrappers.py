@@ -50,7 +50,7 @@ def _wrap(text: str) -> Wrap:
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and arguments."""
+    """Return a wrapper's name and arguments."""
     try:
         name, arguments = parse_call(text.strip())
         if re.fullmatch(r"[\w.:]+", name) is None:

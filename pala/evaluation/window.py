@@ -15,7 +15,7 @@ _UNSEEN = ("offscreen", "dummy")  # what SDL takes where there is no display
 
 
 class Window:
-    """Shows pictures until somebody closes it. Raises PalaError where there can be none."""
+    """Shows pictures until it is closed. Raises PalaError where there can be none."""
 
     def __init__(self, title: str) -> None:
         os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
@@ -41,7 +41,7 @@ class Window:
         return not any(self._is_end(event) for event in self._pygame.event.get())
 
     def close(self) -> None:
-        """Take it away."""
+        """Close the window."""
         self._pygame.display.quit()
 
     def _draw(self, picture: np.ndarray) -> None:

@@ -35,7 +35,7 @@ def agree_on_end(
     interrupt: Interrupt,
     has_left: bool = False,
 ) -> End:
-    """Return why training ends (the highest reason of any rank), every rank's steps, and who lives. Collective.
+    """Return why training ends (the highest reason of any rank), every rank's steps, and the living ranks. Collective.
 
     `local_steps`: uint64 [ranks], as far as known here; `has_left`: this rank trained no more, while others did.
     """
@@ -162,8 +162,8 @@ class Exchange(abc.ABC):
         """Return the final policy's flat parameters, equal on all ranks, on the host. Collective; after `close`."""
 
     def metrics(self) -> dict[str, Any]:
-        """Figures since the last call, for the metrics file (keys: docs/metrics.md); none, if there is no more to say
-        than every rank's loop does."""
+        """Return figures since the last call, for the metrics file (keys: docs/metrics.md); none, if there is no more
+        to say than every rank's loop does."""
         return {}
 
     @abc.abstractmethod

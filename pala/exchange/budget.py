@@ -113,7 +113,7 @@ class StepBudget:
             self.stop = reason
 
     def peer_died(self, peer: int) -> None:
-        """Take `peer` for gone."""
+        """Count `peer` as dead."""
         if peer in self.present:
             self.present = [p for p in self.present if p != peer]
             self.stop_told = False  # whom the dead peer should have told must hear it from others

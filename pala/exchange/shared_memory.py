@@ -242,7 +242,7 @@ class SharedMemory(ModelExchange):
         return bool(models)
 
     def _mix_with(self, total: Tensor, k: int) -> None:
-        """x <- (x + sum of k in-peers) / (1 + k); a model that is not finite is replaced."""
+        """Mix, x <- (x + sum of k in-peers) / (1 + k), or replace a model that is not finite."""
         x = self._parameters
         if self._healthy and self._num_mixes % MIXES_A_MEASUREMENT == 0:
             self._distances.append((total / k - x)[: self._num_measured].norm())

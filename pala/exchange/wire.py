@@ -105,7 +105,7 @@ class Wire:
         return data
 
     def decode(self, data: np.ndarray) -> Message | Refusal:
-        """Any uint8 bytes to a Message or a Refusal; what is behind the counters is looked at by others."""
+        """Decode any uint8 bytes to a Message or a Refusal, without a look at what is behind the counters."""
         if len(data) < self.control_bytes:
             return Refusal(f"it has {len(data)} bytes, fewer than a header")
         magic, version, kind, format_, stop, sender, ranks, round_, signature, weight, parameters = _HEADER.unpack_from(

@@ -200,8 +200,8 @@ def build(
     make_network: MakeNetwork | None = None,
     sleeping: SleepingGorila | None = None,
 ) -> GorilaAgent:
-    """Build networks with the seed's first weights, and what the rank's roles need. `sleeping`: of a spare that is
-    needed, and alone in `comm`. Collective."""
+    """Build networks with the seed's first weights, and what the rank's roles need. `sleeping`: the sleeping Gorila of
+    a spare that is needed; it is then alone in `comm`. Collective."""
     rank, roles = _find_roles(comm, config, sleeping)
     device, config = device_and_precision(comm, config, envs)
     frame_stack = config.env.frame_stack if isinstance(envs, AtariEnvs) else 1

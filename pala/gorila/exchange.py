@@ -48,7 +48,8 @@ class GorilaExchange(Exchange, Receiver):
     ) -> None:
         """Make the rank's node and open its transport. Collective, except for a spare.
 
-        `version`, `shard`, `store`: as for a `Node`. `slept`: what a spare has slept by; it has to `take_place`.
+        `version`, `shard`, `store`: see `Node`. `slept`: the sleeping Gorila of a spare that is needed; it has to
+        `take_place`.
         """
         self._comm, self._interrupt = comm, interrupt
         self.message_bytes = rules.wire.most_bytes

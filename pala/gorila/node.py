@@ -105,9 +105,9 @@ class Node:
         send: Callable[[int, np.ndarray], Bytes],
         members: Members | None = None,
     ) -> None:
-        """Begin with parameters of this `version`. `shard`, `store`: of a rank that has such a role.
+        """Begin with parameters of this `version`. `shard`, `store`: None on a rank without that role.
 
-        `send(rank, bytes)`: takes the bytes over. `members`: what a spare that has slept knows; it has to `join`.
+        `send(rank, bytes)`: takes the bytes over. `members`: the knowledge of a spare that has slept; it has to `join`.
         """
         self.budget, self._rank = budget, budget.rank
         self.rules, self._config = rules, rules.config

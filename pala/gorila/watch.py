@@ -21,7 +21,7 @@ class _Ping(NamedTuple):
 
 
 class Watch:
-    """The ranks that this one pings. `silent`: those that have not answered for `patience_s`."""
+    """The ranks that this one pings. `silent`: ranks that have not answered for `patience_s`."""
 
     def __init__(self, ranks: Iterable[int], patience_s: float, ping: Callable[[int], Packet]) -> None:
         """Begin with these ranks. `ping(rank)`: sends a message to that rank."""

@@ -150,7 +150,7 @@ class ConvTape(Tape):
 
 
 def _block_side(layer: nn.Conv2d, images: Tensor) -> int:
-    """Pixels on a side of the blocks that a first layer can take instead of pixels; 1: none.
+    """Return the side in pixels of the blocks that a first layer can take instead of pixels; 1: none.
 
     A kernel of k x k at stride s, s a divisor of k, is one of k/s x k/s at stride 1 over blocks of s x s pixels, which
     count as channels. The pixels of a block's row, 2 or 4 bytes, are moved as one word, and in bfloat16 the gradient by
@@ -163,8 +163,8 @@ def _block_side(layer: nn.Conv2d, images: Tensor) -> int:
 
 
 def blocks(images: Tensor, side: int) -> Tensor:
-    """[B, C, H, W] bytes -> [B, C side side, H // side, W / side], channels-last: the pixels of each block as its
-    channels. Rows under the last whole block are left out."""
+    """Turn bytes [B, C, H, W] into [B, C side side, H // side, W / side], channels-last: the pixels of each block as
+    its channels. Rows under the last whole block are left out."""
     count, channels, height, width = images.shape
     rows, columns = height // side, width // side
     flat = images[:, :, : rows * side].reshape(-1)  # whatever stride a dimension of size 1 has
@@ -177,7 +177,7 @@ _WORDS = {2: torch.int16, 4: torch.int32}
 
 
 def _weight_of_blocks(weight: Tensor, side: int) -> Tensor:
-    """[O, C, K, K] -> [O, C side side, K / side, K / side]: of a convolution over blocks."""
+    """Turn a weight [O, C, K, K] into that of a convolution over blocks, [O, C side side, K / side, K / side]."""
     if side == 1:
         return weight
     parts = weight.unflatten(2, (-1, side)).unflatten(-1, (-1, side))  # [O, C, Y, y, X, x]
@@ -185,7 +185,7 @@ def _weight_of_blocks(weight: Tensor, side: int) -> Tensor:
 
 
 def _weight_of_pixels(weight: Tensor, side: int) -> Tensor:
-    """Invert `_weight_of_blocks`."""
+    """Turn the weight of a convolution over blocks into that over pixels, [O, C, K, K]."""
     if side == 1:
         return weight
     parts = weight.unflatten(1, (-1, side, side))  # [O, C, y, x, Y, X]
@@ -193,7 +193,7 @@ def _weight_of_pixels(weight: Tensor, side: int) -> Tensor:
 
 
 def _rows(images: Tensor) -> Tensor:
-    """[B, C, H, W], channels-last -> [B, H W C], a view."""
+    """Return a view [B, H W C] of [B, C, H, W], channels-last."""
     return images.permute(0, 2, 3, 1).flatten(1)
 
 

@@ -17,7 +17,7 @@ class Categorical:
     """Distribution over discrete actions, from logits [..., A]; actions are int64 [...]."""
 
     def __init__(self, num_actions: int, first_action: int = 0, dtype: torch.dtype = torch.int64) -> None:
-        """`first_action`, `dtype`: of the environment's actions."""
+        """`first_action`, `dtype`: lowest number and type of the environment's actions."""
         self.num_outputs = num_actions
         self.first_action = first_action
         self._dtype = dtype
@@ -31,7 +31,7 @@ class Categorical:
         return (logits.softmax(-1) / races).argmax(-1)
 
     def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of `actions` and entropy, both [...]."""
+        """Return the log-probability of `actions` and the entropy, both [...]."""
         log_p = logits.log_softmax(-1)
         finite = log_p.clamp(min=torch.finfo(log_p.dtype).min)  # 0 x -inf, of an action that a network rules out, is 0
         return log_p.gather(-1, actions.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * finite).sum(-1)
@@ -61,12 +61,13 @@ class Gaussian(nn.Module):
         return mean + noise * self.log_std.detach().exp()  # an action is data: no gradient flows through it
 
     def log_prob_and_entropy(self, mean: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-density of the unclipped `actions` and entropy, both [...]."""
+        """Return the log-density of the unclipped `actions` and the entropy, both [...]."""
         normal = torch.distributions.Normal(mean, self.log_std.exp(), validate_args=False)
         return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
 
     def to_env(self, actions: Tensor) -> Tensor:
-        """Clipped to the box, in its shape and dtype (whole numbers: rounded); finite whatever the network says."""
+        """Return actions clipped to the box, in its shape and dtype (whole numbers: rounded); finite whatever the
+        network says."""
         inside = actions.nan_to_num(0.0).reshape(-1, *self.low.shape).clamp(self.low, self.high)
         return (inside if self.low.dtype.is_floating_point else inside.round()).to(self.low.dtype)
 
@@ -93,7 +94,7 @@ class MultiCategorical:
         return torch.stack([choice.sample(part, generator, greedy) for choice, part in parts], -1)
 
     def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of `actions` and entropy, both [...]: the sums over the choices."""
+        """Return the log-probability of `actions` and the entropy, both [...]: sums over the choices."""
         parts = zip(self._choices, self._split(logits), actions.unbind(-1), strict=True)
         log_probs, entropies = zip(*(choice.log_prob_and_entropy(part, of) for choice, part, of in parts), strict=True)
         return torch.stack(log_probs).sum(0), torch.stack(entropies).sum(0)

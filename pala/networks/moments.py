@@ -40,11 +40,11 @@ class Moments(nn.Module):
         self.seen: dict[str, Tensor] = {}  # views of the flat gradient, by the buffers' names
 
     def standardised(self, values: Tensor) -> Tensor:
-        """float32 (values - mean) / deviation, clipped, for values [..., N]."""
+        """Return float32 (values - mean) / deviation, clipped, for values [..., N]."""
         return ((values - self.mean) / self._deviation).to(torch.float32).clamp_(-_MOST, _MOST)
 
     def scaled(self, values: Tensor) -> Tensor:
-        """values [...] / deviation, clipped."""
+        """Return values [...] / deviation, clipped."""
         return (values / self._deviation).clamp_(-_MOST, _MOST)
 
     @torch.no_grad()
@@ -80,5 +80,5 @@ class Moments(nn.Module):
 
     @property
     def is_new(self) -> bool:
-        """Nothing has been seen."""
+        """Whether nothing has been seen yet."""
         return float(self.count) < 1

@@ -31,7 +31,7 @@ class Network(nn.Module, abc.ABC):
     is_own = False  # of the user's making (`own.py`)
 
     def __init__(self, space: gymnasium.Space, distribution: Distribution, env: EnvConfig | None = None) -> None:
-        """`space`: of observations. `env`: says what is normalised; None: nothing."""
+        """`space`: space of observations. `env`: settings of normalisation; None: nothing is normalised."""
         super().__init__()
         self.distribution = distribution
         self.is_image = len(space.shape or ()) == 3
@@ -138,7 +138,8 @@ def channels_last(images: Tensor) -> Tensor:
 
 
 def make_trunk(space: gymnasium.Space, config: NetworkConfig) -> tuple[nn.Sequential, int]:
-    """Convolutions for images, an MLP for vectors, and the number of features. Raises PalaError for other spaces."""
+    """Return convolutions for images or an MLP for vectors, and the number of features. Raises PalaError for other
+    spaces."""
     shape = space.shape
     if not isinstance(space, gymnasium.spaces.Box) or shape is None or len(shape) not in (1, 3):
         raise PalaError(f"Observations must be a Box of one or three dimensions, not {space}.")

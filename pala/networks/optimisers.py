@@ -40,7 +40,7 @@ def adagrad_(
 ) -> None:
     """One AdaGrad step in place (Duchi et al. 2011): s <- s + g^2, then x <- x - lr g / (sqrt(s) + epsilon).
 
-    By torch, whose fused kernel goes through memory once: a third of the time.
+    Torch's fused kernel goes through memory once: a third of the time.
     """
     adagrad(
         [parameters],
@@ -59,9 +59,9 @@ def adagrad_(
 def clip_gradient_(gradient: Tensor, max_norm: float, learners: int = 1, usual_square: float | None = None) -> float:
     """Scale the flat gradient to at most `max_norm` (0: leave it); returns the norm before.
 
-    Of several `learners`: as their mean would be scaled, if the others' gradients are unrelated to this one and have
-    the squared norm `usual_square` (None: this one's) each. So an ordinary gradient may have √N times `max_norm`, and
-    one that is far above the others' N times.
+    With several `learners`, scale it as their mean would be scaled, if the others' gradients are unrelated to this one
+    and have the squared norm `usual_square` (None: this one's) each. So an ordinary gradient may have √N times
+    `max_norm`, and one that is far above the others' N times.
     """
     norm = float(gradient.norm())
     others = (learners - 1) * (norm * norm if usual_square is None else usual_square)

@@ -68,7 +68,7 @@ def actor_critic(
     config: Config,
     make_network: MakeNetwork | None = None,
 ) -> Network:
-    """PALA's, or the user's own."""
+    """Return PALA's actor-critic, or the user's own network."""
     own = own_network(config, make_network)
     if own is None:
         return ActorCritic(observation_space, action_space, config.network, config.env)

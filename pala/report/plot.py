@@ -87,7 +87,7 @@ class Run(RunData):
 
     @property
     def game(self) -> str:
-        """Return what was played."""
+        """Return the name of the game."""
         return str(self.facts["env.id"])
 
 

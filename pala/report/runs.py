@@ -44,7 +44,7 @@ class RunData:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest segment."""
+        """The run's newest segment."""
         last: dict[str, Any] = self.record["segments"][-1]
         return last
 
@@ -68,8 +68,8 @@ class RunData:
 
 
 def config_as_computed(folder: Path, record: dict[str, Any]) -> Config:
-    """Return a run's settings, with what `auto` of `network.precision` has meant in its last start. `record`: of the
-    run. Raises PalaError."""
+    """Return a run's settings, with what `auto` of `network.precision` has meant in its last start. `record`: the run's
+    record. Raises PalaError."""
     config, last = run_folder.config_of(folder, record), record["segments"][-1]
     if config.network.precision != "auto" or "precision" not in last:
         return config

@@ -58,7 +58,8 @@ class Saved:
 
     @classmethod
     def find(cls, comm: Communicator, segment: Path, flat: FlatParameters, coupling: int) -> Saved:
-        """Read the checkpoints of such a network. `coupling`: how close the ranks' models are to be. Collective."""
+        """Read the checkpoints of such a network. `coupling`: closeness that the ranks' models must have.
+        Collective."""
 
         config = from_first(comm, lambda: run_folder.config_of(segment.parents[1]))
 
@@ -151,8 +152,8 @@ class Agent(abc.ABC, Generic[ExchangeT]):
     # ---- the beginning ---------------------------------------------------------------------------------------------
 
     def begin(self, comm: Communicator, run: Run) -> None:
-        """Take the weights that all begin with, or what the run's checkpoints hold. `comm`: of the ranks that train.
-        Collective."""
+        """Take the weights that all begin with, or what the run's checkpoints hold. `comm`: communicator of the ranks
+        that train. Collective."""
         signatures = comm.allgather(self.flat.signature)
         if unlike := [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]:
             raise CollectiveError(
@@ -173,7 +174,7 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         self.start = start._replace(local_steps=[*start.local_steps, *[0] * run.spares])
 
     def begin_late(self, run: Run, start: ExchangeState, time_s: float) -> None:
-        """Begin as a spare that has taken a place. `start`: what its exchange knows; `time_s`: training time so far."""
+        """Begin as a spare that has taken a place. `start`: state of its exchange; `time_s`: training time so far."""
         self.counters = Counters(time_s=time_s)
         self.generator = make_generator(self.config.seed, self.rank, self.device, _purpose(run))
         self.start = start

@@ -40,7 +40,7 @@ class BestPolicy:
         self, view: RunView, now_s: float, header: dict[str, Any], present: Callable[[], dict[str, Tensor] | None]
     ) -> None:
         """Write the policy that is held, if it was better than any other; and hold the present one. Nothing, as long as
-        too few episodes have ended since one is held. `header`: of the present one. Raises OSError."""
+        too few episodes have ended since one is held. `header`: header of the present one. Raises OSError."""
         held, value = self._held, view.mean_since
         if held is not None and value is None:
             return

@@ -106,7 +106,7 @@ class Lines:
         tell(" | ".join(f"{label} {text}" for label, text in figures.items()))
 
     def close(self) -> None:
-        """Nothing to restore."""
+        """Close the output; there is nothing to restore."""
 
     def note(self, text: str) -> None:
         tell(text)
@@ -126,7 +126,7 @@ class Display(Protocol):
 
 
 def make_console(kind: str, title: str) -> Display | None:
-    """`auto` takes a panel if the job's output reaches a terminal, else lines."""
+    """Make a display; `auto` takes a panel if the job's output reaches a terminal, else lines."""
     size = terminal_size() if kind in ("auto", "panel") else None
     if kind == "none":
         return None
@@ -152,9 +152,9 @@ class Reporter:
         settings: Mapping[str, Any] | None = None,
         begin_steps: int | None = None,
     ) -> None:
-        """`spares`: ranks that may join those; `settings`: of the run, with dotted keys, for TensorBoard;
-        `begin_steps`: of all ranks, after which what earlier jobs have told TensorBoard does not count; None: all
-        counts."""
+        """`spares`: ranks that may join those; `settings`: the run's settings by dotted keys, for TensorBoard;
+        `begin_steps`: steps of all ranks after which earlier jobs' events in TensorBoard do not count; None: all
+        count."""
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
         self._figures, self._estimated = Figures(self.view, budget_steps), False

@@ -15,7 +15,7 @@ class EndWatch:
     """A watch on the folder of the run that a job makes or resumes."""
 
     def __init__(self, run: Path, earlier_segments: int) -> None:
-        """Watch from now on. `earlier_segments`: those of jobs before this one."""
+        """Watch from now on. `earlier_segments`: number of segments of jobs before this one."""
         self._run, self._segments = run, earlier_segments
         self._over_s = 0.0
         self._was_locked = False

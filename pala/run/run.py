@@ -37,8 +37,8 @@ class Run:
     def __init__(
         self, folder: Path, segment: Path, previous: Path | None, config: Config, rank: int, hosts: list[str]
     ) -> None:
-        """`segment`: the folder of this start's checkpoints; `previous`: of those that it continues from. `config`: as
-        run.json has it. `hosts`: of all ranks, the spares too."""
+        """`segment`: folder of this start's checkpoints; `previous`: folder of the checkpoints that it continues from.
+        `config`: the configuration in run.json. `hosts`: hosts of all ranks, spares included."""
         self.folder = folder
         self.segment = segment
         self.previous = previous
@@ -318,7 +318,7 @@ def note_failure(
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Say in run.json that the segment of this name `failed`, and why; also for a spare that sleeps, which has no
-    `Run`. `record`: of the rank that leads; `check`: as of `RunRecord`."""
+    `Run`. `record`: the leading rank's record; `check`: see `RunRecord`."""
     why = str(error) if isinstance(error, PalaError) else f"{type(error).__name__}: {error}"
     try:
         record = record or RunRecord.take_over(run, check)

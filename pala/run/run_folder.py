@@ -41,7 +41,7 @@ def from_python(segment: Mapping[str, Any]) -> FromPython:
 
 
 def check_place(config: Config) -> None:
-    """Raise PalaError for a folder that nobody means."""
+    """Raise PalaError for a folder that cannot be meant."""
     if config.run.dir.startswith("~"):
         raise PalaError(f"'run.dir' is '{config.run.dir}': write out what '~' stands for.")
     if "\0" in config.run.dir + config.run.name:
@@ -222,7 +222,7 @@ _SEGMENT: dict[str, Callable[[Any], bool]] = {
 
 
 def config_of(path: str | Path, record: dict[str, Any] | None = None) -> Config:
-    """Return the configuration that a run was made with. `record`: of the run, if it has been read."""
+    """Return the configuration that a run was made with. `record`: the run's record, if it has been read."""
     return from_table((record or read(path))["config"], source=f"'{Path(path) / 'run.json'}'")
 
 
@@ -245,8 +245,8 @@ class RunRecord:
     """Writes `run.json`; one segment for each start. Only the lowest rank that lives has one."""
 
     def __init__(self, path: Path, record: dict[str, Any], check: Callable[[], None]) -> None:
-        """`check` is called before each writing, and may raise; it does nothing for a folder that nobody else can have
-        made anew."""
+        """`check` is called before each writing, and may raise; it does nothing for a folder that no other process can
+        have made anew."""
         self._file = path / "run.json"
         self._record = record
         self._check = check

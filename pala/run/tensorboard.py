@@ -39,7 +39,7 @@ class TensorBoard:
     }
 
     def __init__(self, folder: Path, begin_steps: int | None = None) -> None:
-        """`begin_steps`: of all ranks; what is there of later steps was lost with an earlier job. None: all counts."""
+        """`begin_steps`: steps of all ranks; events of later steps were lost with an earlier job. None: all count."""
         from torch.utils.tensorboard import SummaryWriter  # by the first rank alone, and only where it is asked for
 
         self._writer = SummaryWriter(str(folder), purge_step=None if begin_steps is None else begin_steps + 1)

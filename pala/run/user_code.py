@@ -122,7 +122,7 @@ def load(run: Path, given: UserCode = NO_CODE) -> UserCode:
 
 
 def load_trusted(run: Path, config: Config, trust_run: bool) -> UserCode:
-    """`check_trust`, then `load`."""
+    """Check trust in a run's code, then load it."""
     check_trust(run, config, trust_run)
     return load(run)
 

@@ -28,12 +28,12 @@ class _Episodes:
         return len(self._times)
 
     def append(self, episode: Ended) -> None:
-        """Add the newest."""
+        """Add the newest episode."""
         for column, value in zip(self._columns, episode, strict=True):
             column.append(value)
 
     def drop_after(self, time_s: float) -> None:
-        """Forget those that ended later."""
+        """Forget the episodes that ended after `time_s`."""
         first = bisect_right(self._times, time_s)
         for column in self._columns:
             del column[first:]
@@ -62,7 +62,7 @@ class RunView:
         self._unreadable: set[int] = set()
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read the new records of all ranks."""
         fresh: list[_Episodes] = []
         for rank, tail in enumerate(self._tails):
             mine = _Episodes()
@@ -109,12 +109,12 @@ class RunView:
         return sum(lengths) / len(lengths) if lengths else None
 
     def mean(self, key: str) -> float | None:
-        """Mean of a key of the ranks' last intervals; None where none has it."""
+        """Return the mean of a key over the ranks' last intervals; None where none has it."""
         values = [self.last[rank][key] for rank in self.living if self.last[rank].get(key) is not None]
         return sum(values) / len(values) if values else None
 
     def total(self, key: str) -> float:
-        """Sum of a key of the ranks' last intervals."""
+        """Return the sum of a key over the ranks' last intervals."""
         return sum(self.last[rank].get(key) or 0 for rank in self.living)
 
     @property
@@ -130,5 +130,5 @@ class RunView:
 
 
 def _in_order(of_ranks: Iterable[Iterator[Ended]]) -> list[Ended]:
-    """Episodes of all ranks in the order of time."""
+    """Return the episodes of all ranks in the order of time."""
     return sorted((episode for mine in of_ranks for episode in mine), key=lambda episode: episode[:2])

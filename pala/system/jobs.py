@@ -28,8 +28,8 @@ _REFUSAL = "There are not enough slots available"  # of Open MPI
 
 
 def why_refused(environment: Mapping[str, str]) -> str:
-    """Return why mpirun refuses ranks, and what to do: a sentence's second half. `environment`: with Slurm's
-    variables."""
+    """Return why mpirun refuses ranks, and what to do: a sentence's second half. `environment`: environment variables,
+    Slurm's among them."""
     counted = "it starts no more than it counts cores. For more, "
     if tasks := environment.get("SLURM_NTASKS"):
         counted = f"it starts no more than the tasks that Slurm has allocated, {tasks}. Ask for more by `--ntasks`, or "
@@ -56,8 +56,8 @@ def launcher_of(template: str, ranks: int) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Ours; the mpirun beside this Python wins, as it belongs to the same mpi4py. Open MPI binds no ranks, as under
-    `launch/`: else it would bind one or two to a core each, and more to a whole socket."""
+    """Return this process's environment; the mpirun beside this Python wins, as it belongs to the same mpi4py. Open MPI
+    binds no ranks, as under `launch/`: else it would bind one or two to a core each, and more to a whole socket."""
     unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}  # 5, 4
     return unbound | os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
 

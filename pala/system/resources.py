@@ -70,7 +70,7 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 def _cgroup_numbers(controller: str, *names: str) -> Iterator[list[int]]:
     """Yield the numbers in these files of this process's control group and of each above it that sets a limit: a job's
-    limit may be in any of them. `controller`: of version 1's hierarchies; "" for version 2's."""
+    limit may be in any of them. `controller`: a hierarchy of version 1; "" for version 2's."""
     for folder in _own_groups(controller):
         with suppress(OSError, ValueError):
             yield [int(word) for name in names for word in (folder / name).read_text(encoding="ascii").split()]

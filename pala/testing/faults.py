@@ -77,5 +77,5 @@ def drop(sender: int, receiver: int, n: int) -> Fault:
 
 
 def corrupt(sender: int, receiver: int, n: int) -> Fault:
-    """Every bit of the n-th bulk message between the two is inverted."""
+    """Invert every bit of the n-th bulk message between the two."""
     return OnTheWay(sender, receiver, n, np.invert)

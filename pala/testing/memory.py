@@ -9,9 +9,9 @@
 
     results = run_ranks(4, main, faults=[fail_at(2, update=10), drop(0, 1, n=3)])
 
-Without `on_count` no fault "at an update" ever happens, without `interrupt` no signal.
-The others survive the death of a rank, as under `mpirun --with-ft ulfm`. A rank that raises something is dead, unless
-that is an EndError, by which it ends the job. Nobody waits for one that has ended or returned.
+Without `on_count` no fault "at an update" ever happens, without `interrupt` no signal. The others survive the death of
+a rank, as under `mpirun --with-ft ulfm`. A rank that raises something is dead, unless that is an EndError, by which it
+ends the job. No rank waits for one that has ended or returned.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Killed(BaseException):
 
 
 class _MemberDiedError(Exception):
-    """Somebody who was waited for is dead."""
+    """The error of a wait for a rank that is dead."""
 
 
 def run_ranks(size: int, main: Callable[[MemoryCommunicator], T], faults: Iterable[Fault] = ()) -> list[Any]:
@@ -133,7 +133,7 @@ class _World:
 
 
 class _Group:
-    """Those who take part in some collectives, as one rank sees them."""
+    """The ranks that take part in some collectives, as one rank sees them."""
 
     def __init__(self, comm: MemoryCommunicator, members: Sequence[int], context: Any) -> None:
         self.members = members
@@ -230,12 +230,12 @@ class MemoryCommunicator(Communicator):
             fault.happens(self)
 
     def die(self) -> NoReturn:
-        """Die as if killed. Any thread of this rank; its others end when they next communicate."""
+        """Die as if killed, from any thread of this rank; the others end when they next communicate."""
         self.world.say_that(self.rank, self.world.dead)
         raise Killed
 
     def be_stopped_until(self, time_s: float) -> None:
-        """Neither this thread nor the transport's does anything before that time (`time.monotonic`)."""
+        """Hold this thread and the transport's until that time (`time.monotonic`)."""
         self.world.stopped_until_s[self.rank] = time_s
         self.sleep_while_stopped()
 
@@ -250,7 +250,8 @@ class MemoryCommunicator(Communicator):
             raise Killed
 
     def check_that_no_transport_is_open(self) -> None:
-        """Over MPI its thread may be inside a call, and one thread at a time is allowed there."""
+        """Check that no transport is open: over MPI its thread may be inside a call, and one thread at a time is
+        allowed there."""
         assert self.rank not in self.world.in_transport, "a transport is open: two threads would call MPI"
 
     # ---- the seam ------------------------------------------------------------------------------------------------

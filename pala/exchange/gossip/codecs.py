@@ -251,8 +251,8 @@ class TopK(Codec):
     reference a rank, what it last sent of each parameter to anybody, so memory does not grow with the ranks. The
     receiver mixes each parameter with what came of it, and leaves the others.
 
-    Every `whole_every`-th model is whole: a parameter that no longer changes would otherwise never be told again to
-    those who missed it. A rank whose parameters are not finite is healed by a whole model only, and asks for it.
+    Every `whole_every`-th model is whole: a parameter that no longer changes would otherwise never reach the peers that
+    missed it. A rank whose parameters are not finite is healed by a whole model only, and asks for it.
 
     Choosing is cheap and deterministic: the threshold is an order statistic of a fixed sample, aimed two standard
     deviations below the count allowed; what is still too many is cut off, at another place each time.

@@ -51,8 +51,8 @@ class GossipExchange(ModelExchange):
         """Send and hear from now on. Collective, except for a spare.
 
         `parameters`: flat, mixed in place, touched only on the learner's thread, between two rollouts; the last
-        `num_exact` are never rounded or left out. `signature`: of the network's layout, equal on all ranks.
-        `total_steps`: the budget of all ranks. `seed`: of the random topology. `start`: None for a spare that is
+        `num_exact` are never rounded or left out. `signature`: checksum of the network's layout, equal on all ranks.
+        `total_steps`: the budget of all ranks. `seed`: seed of the random topology. `start`: None for a spare that is
         needed, which continues with what it `slept` by, and has to `take_place`."""
         self._comm = comm
         self._parameters = parameters

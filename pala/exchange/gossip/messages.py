@@ -28,5 +28,6 @@ NEWS = (Kind.STOP, Kind.LEAVE)
 
 
 def gossip_sizes(model: Sizes, kinds: Iterable[Kind] = Kind) -> dict[Kind, Sizes]:
-    """Bytes that a message of each of these kinds may have behind its counters, if models have these sizes."""
+    """Return the numbers of bytes that a message of each of these kinds may have behind its counters, if models have
+    these sizes."""
     return {kind: model if kind in WITH_MODEL else NOTHING for kind in kinds}

@@ -273,7 +273,7 @@ class GossipProtocol(abc.ABC):
             s.wants_whole.add(peer)
 
     def _return_credit(self, s: GossipState, peer: int, weight: float = 1.0) -> list[Action]:
-        """Reply to a model that was thrown away; once training ends nobody needs it. `weight`: why, where that
+        """Reply to a model that was thrown away; once training ends it is not needed. `weight`: the reason, where that
         matters."""
         if s.budget.stop is not Stop.NONE:
             return []

@@ -10,8 +10,8 @@ as it sends, so the mixing matrix is doubly stochastic and averaging keeps the m
 | `exponential` | one: the rank 1, 2, 4, ... further on | exact mean after log2 n rounds if n is a power of two |
 | `complete` | everybody | exact mean after one round |
 
-In `random`, each peer is uniformly random, yet nobody receives two models in a round and nobody none.
-`exponential` is the one-peer exponential graph of Ying et al. 2021 (arXiv 2110.13363).
+In `random`, each peer is uniformly random, and every rank receives exactly one model a round. `exponential` is the
+one-peer exponential graph of Ying et al. 2021 (arXiv 2110.13363).
 """
 
 from __future__ import annotations

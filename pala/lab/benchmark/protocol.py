@@ -22,7 +22,7 @@ _BLOCK = 200  # messages that are timed together, at least
 
 
 def protocol_cost_us(num_ranks: int, num_jobs: int = 1, *, messages: int = 2000) -> float:
-    """CPU time of the protocol's code, in microseconds a model sent; the median over blocks of `messages`.
+    """Return the CPU time of the protocol's code, in microseconds a model sent; the median over blocks of `messages`.
 
     Counted, on both sides together: counting the update, choosing the peer and asking the process lock, writing
     header and counters; reading and checking them, merging the counters, the decision to mix; and the same for the
@@ -43,7 +43,7 @@ def protocol_cost_us(num_ranks: int, num_jobs: int = 1, *, messages: int = 2000)
 
 
 class _Job:
-    """Ranks between whom what is sent arrives at once."""
+    """Ranks between which packets arrive at once."""
 
     def __init__(self, num_ranks: int) -> None:
         self._post: deque[tuple[int, Received]] = deque()
@@ -68,7 +68,7 @@ def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> Gos
 
 
 def _play(jobs: list[_Job], rounds: int) -> None:
-    """Every rank of every job makes `rounds` updates, in turn."""
+    """Make `rounds` updates on every rank of every job, in turn."""
     for _ in range(rounds):
         for rank in range(len(jobs[0].ranks)):
             for job in jobs:

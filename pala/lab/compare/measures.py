@@ -159,7 +159,7 @@ def settled(records: Sequence[Record]) -> list[Record]:
 
 def since_resized(records: Sequence[Record], segments: Sequence[dict[str, Any]]) -> Sequence[Record]:
     """Return a rank's records since the number of ranks last changed, which the rank may not have seen: it may not have
-    been there. `segments`: of run.json."""
+    been there. `segments`: run.json's segments."""
     pairs = itertools.pairwise(segments)
     changes = [now.get("segment", "") for then, now in pairs if then.get("ranks") != now.get("ranks")]
     if not changes:

@@ -45,8 +45,9 @@ class Submission:
     def __init__(
         self, plan: Plan, runs: Sequence[Planned], results: Path, report: Sequence[str], only: Sequence[str]
     ) -> None:
-        """`report`: arguments of pala.compare for the last job; `only`: how `runs` were chosen. Raises PalaError if a
-        run that exists is not what the plan asks for, or this is not PALA's repository."""
+        """`report`: arguments of pala.compare for the last job; `only`: the variants and games by which `runs` were
+        chosen. Raises PalaError if a run that exists is not what the plan asks for, or this is not PALA's
+        repository."""
         if not _SCRIPT.exists():
             raise PalaError(f"There is no '{_SCRIPT}' here; submit from PALA's repository.")
         if other := [run for run in runs if run.launcher != Preset.launcher]:

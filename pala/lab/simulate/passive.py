@@ -1,4 +1,4 @@
-"""The exchange of a learner whose models somebody else passes on."""
+"""The exchange of a learner whose models the simulation passes on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pala.exchange.budget import ExchangeState, Stop
 
 
 class PassiveExchange(ModelExchange):
-    """Tells nobody anything, and never ends."""
+    """An exchange that sends nothing, and never ends."""
 
     global_steps = 0  # whoever passes models on counts
     living: Sequence[int] = ()
     stop = Stop.NONE
 
     def __init__(self, ranks: int) -> None:
-        """`ranks`: that there are in truth."""
+        """`ranks`: number of ranks in the simulation."""
         self.living = range(ranks)
 
     def stop_now(self, reason: Stop) -> None:

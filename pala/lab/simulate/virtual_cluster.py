@@ -47,7 +47,7 @@ class Rank:
 
     @property
     def model(self) -> np.ndarray:
-        """Its present model."""
+        """The rank's present model."""
         return self.models.model
 
 
@@ -264,7 +264,8 @@ class VirtualCluster(VirtualNetwork):
             self._at(self.now + 1.001 * self.scenario.again_s, self._timer_rang, rank, rank.wait_began_s)
 
     def _timer_rang(self, rank: Rank, wait_began_s: float) -> None:
-        """Without patience the timer is set again only if something came of it: a deadlock ends the simulation."""
+        """Let a rank look at its clock. Without patience its timer is set again only if something came of it: a
+        deadlock ends the simulation."""
         if rank.number in self.dead or self.is_stopped(rank.number, self._timer_rang, rank, wait_began_s):
             return
         counts, rank.timer_set = rank.driver.counts, False

@@ -89,7 +89,7 @@ class VirtualNetwork:
     # ---- packets -------------------------------------------------------------------------------------------------
 
     def post(self, on_its_way: OnItsWay) -> None:
-        """Send it."""
+        """Put a packet on its way."""
         ticket = self._ticket
         self.on_their_way[ticket] = on_its_way
         self._carry(ticket)
