@@ -35,7 +35,7 @@ def average_of(segment: Path, signature: int, parameters: int, first_only: bool 
 def average(
     states: list[RankState], load: Callable[[RankState], RankState] = lambda state: state, first_only: bool = False
 ) -> RankState:
-    """One state from many, for another number of ranks. `load`: gives a state its tensors.
+    """Make one state from many, for another number of ranks. `load`: gives a state its tensors.
 
     Kept: parameters, RMSprop's mean squares and momentum's movement, averaged with the push-sum weights; all
     steps made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random

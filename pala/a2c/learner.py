@@ -81,7 +81,7 @@ class Learner(Loop):
         return self._interrupt.signal is not None or (self._ends_alone and self._exchange.stop is not Stop.NONE)
 
     def step(self, loss: Loss) -> UpdateResult:
-        """One step along the gradient."""
+        """Make one step along the gradient."""
         with self._watch.section("update"):
             result = self._a2c.step(loss, self._learning_rate(), self._learners)
         self.counters.updates += 1

@@ -57,7 +57,7 @@ class Normalization:
             self._of[what].see(seen)
 
     def is_finite(self) -> bool:
-        """Whether what was gathered is."""
+        """Return whether the gathered figures are finite."""
         return not self._of or bool(self._flat.gradient[self._flat.num_learned :].isfinite().all())
 
     def learn(self, healthy: bool) -> None:

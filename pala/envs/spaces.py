@@ -84,8 +84,8 @@ def image_scale(space: Box) -> tuple[float, float]:
 
 
 def _is_bounded(space: Box) -> bool:
-    """Whether the bounds say anything. Some environments write the largest number of the dtype where they have none; of
-    bytes and of 16-bit pixels it is taken for a bound."""
+    """Return whether the bounds say anything. Some environments write the largest number of the dtype where they have
+    none; of bytes and of 16-bit pixels it is taken for a bound."""
     most, dtype = _LARGEST, np.dtype(space.dtype)
     if dtype.kind == "f":
         most = min(most, float(np.finfo(dtype).max))  # type: ignore[type-var]

@@ -118,7 +118,7 @@ class Policy:
 
 
 def _is_single(space: gymnasium.Space, observations: Any) -> bool:
-    """Whether it is one observation of this space; False: a batch. Raises PalaError if it is neither."""
+    """Return whether it is one observation of this space; False: a batch. Raises PalaError if it is neither."""
     if isinstance(space, (Dict, Tuple)):
         parts = space.spaces if isinstance(space, Dict) else dict(enumerate(space.spaces))
         try:

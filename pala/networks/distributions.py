@@ -23,8 +23,9 @@ class Categorical:
         self._dtype = dtype
 
     def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
-        """Actions [B] for logits [B, A], by exponential races: P(argmax p / e) = p. Unlike `multinomial`, logits that
-        are not finite give some action instead of an error (on a GPU, a dead context): the update deals with them."""
+        """Draw actions [B] for logits [B, A], by exponential races: P(argmax p / e) = p. Unlike `multinomial`, logits
+        that are not finite give some action instead of an error (on a GPU, a dead context): the update deals with
+        them."""
         if greedy:
             return logits.argmax(-1)
         races = torch.empty_like(logits).exponential_(generator=generator)
@@ -54,7 +55,7 @@ class Gaussian(nn.Module):
         self.register_buffer("high", torch.as_tensor(space.high), persistent=False)
 
     def sample(self, mean: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
-        """Actions [B, A], not yet clipped to the box."""
+        """Draw actions [B, A], not yet clipped to the box."""
         if greedy:
             return mean
         noise = torch.randn(mean.shape, generator=generator, device=mean.device)
@@ -89,7 +90,7 @@ class MultiCategorical:
         self._starts = torch.from_numpy(starts.reshape(-1).astype(np.int64))
 
     def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
-        """Actions [B, K] for logits [B, sum of sizes]."""
+        """Draw actions [B, K] for logits [B, sum of sizes]."""
         parts = zip(self._choices, self._split(logits), strict=True)
         return torch.stack([choice.sample(part, generator, greedy) for choice, part in parts], -1)
 

@@ -37,7 +37,7 @@ def cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
 
 @functools.cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps 32 MiB for each stream that it was used on."""
+    """Return the one stream of all captures: cuBLAS keeps 32 MiB for each stream that it was used on."""
     return torch.cuda.Stream(device)
 
 

@@ -55,7 +55,7 @@ class Network(nn.Module, abc.ABC):
         """Heads in the order of their outputs."""
 
     def outputs(self, observations: Tensor) -> list[Tensor]:
-        """Each head's [B, O] float32, for observations [B, ...]."""
+        """Return each head's outputs [B, O], float32, for observations [B, ...]."""
         features = self._features(self._inputs(observations))
         with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
             return [head(x) for head, x in zip(self.heads, features, strict=True)]

@@ -18,7 +18,7 @@ def rmsprop_(
     epsilon: float,
     epsilon_inside_root: bool,
 ) -> None:
-    """One RMSprop step in place: v <- alpha v + (1 - alpha) g^2, then x <- x - lr g / denominator.
+    """Make one RMSprop step in place: v <- alpha v + (1 - alpha) g^2, then x <- x - lr g / denominator.
 
     The denominator is sqrt(v) + epsilon as in PyTorch (and GALA), or sqrt(v + epsilon) as in TensorFlow. The former is
     AdaGrad's step for s = v / (1 - alpha), whose sum alpha s + g^2 forgets; on a CPU it takes 0.6 of the time.
@@ -38,7 +38,7 @@ def rmsprop_(
 def adagrad_(
     parameters: Tensor, gradient: Tensor, sum_of_squares: Tensor, learning_rate: float, epsilon: float
 ) -> None:
-    """One AdaGrad step in place (Duchi et al. 2011): s <- s + g^2, then x <- x - lr g / (sqrt(s) + epsilon).
+    """Make one AdaGrad step in place (Duchi et al. 2011): s <- s + g^2, then x <- x - lr g / (sqrt(s) + epsilon).
 
     Torch's fused kernel goes through memory once: a third of the time.
     """

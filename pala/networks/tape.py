@@ -27,7 +27,7 @@ class Tape(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, observations: Tensor) -> list[Tensor]:
-        """Each head's outputs [B, O] for `observations` [B, ...], without graph; the pass is kept."""
+        """Return each head's outputs [B, O] for `observations` [B, ...], without graph; the pass is kept."""
 
     @abc.abstractmethod
     def peek(self, observations: Tensor) -> list[Tensor]:

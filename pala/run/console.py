@@ -119,7 +119,7 @@ class Display(Protocol):
         """Label -> text, in this order."""
 
     def close(self) -> None:
-        """Nothing more will be shown."""
+        """Close the display."""
 
     def note(self, text: str) -> None:
         """Show this once, where the figures do not say it."""

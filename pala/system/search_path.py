@@ -36,7 +36,8 @@ def find_own_modules() -> None:
 
 
 def _is_safe() -> bool:
-    """Whether Python was told (`-P`, PYTHONSAFEPATH; from 3.11 on) to leave the working directory out altogether."""
+    """Return whether Python was told (`-P`, PYTHONSAFEPATH; from 3.11 on) to leave the working directory out
+    altogether."""
     return bool(getattr(sys.flags, "safe_path", False))
 
 

@@ -106,7 +106,7 @@ class _World:
         return round_
 
     def have_come(self, round_: _Round, ranks: Iterable[int]) -> bool:
-        """Whether all of `ranks` have; raises _MemberDiedError if one never will."""
+        """Return whether all of `ranks` have come; raises _MemberDiedError if one never will."""
         with self.changed:
             missing = set(ranks).difference(round_.given)
             if missing & self.gone:
@@ -114,7 +114,7 @@ class _World:
             return not missing
 
     def living_have_come(self, round_: _Round, ranks: Iterable[int]) -> bool:
-        """Whether those of `ranks` who live have. Who they are is decided once, for all."""
+        """Return whether the living of `ranks` have come. Which ones live is decided once, for all."""
         with self.changed:
             if round_.members is None and self.gone.issuperset(set(ranks).difference(round_.given)):
                 round_.members = sorted(set(round_.given) - self.gone)
@@ -199,10 +199,10 @@ class _Array(SharedBlock):
         self.data = data
 
     def fence(self) -> None:
-        """Nothing to do: the interpreter's lock orders what its threads write."""
+        """Do nothing: the interpreter's lock orders what its threads write."""
 
     def free(self) -> None:
-        """Nothing to do: the array lives as long as somebody has it."""
+        """Do nothing: the array lives as long as it is referred to."""
 
 
 class MemoryCommunicator(Communicator):

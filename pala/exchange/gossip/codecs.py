@@ -89,15 +89,15 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
-        """parameters <- (own_weight parameters + weighted sum) / (own_weight + weights), in place; empties the sum.
+        """Mix, parameters <- (own_weight parameters + weighted sum) / (own_weight + weights), in place; empty the sum.
 
         If `measure`, returns the distance |mean of what came - parameters| before (L2, scalar, on their device).
         """
 
     @abc.abstractmethod
     def pull(self, parameters: Tensor, fraction: float, measure: bool = True) -> Tensor | None:
-        """parameters <- parameters + fraction (sum over the models m that were added, each with weight 1, of m -
-        parameters), in place; empties the sum. Measures as `mix`."""
+        """Move by parameters <- parameters + fraction (sum over the models m that were added, each with weight 1, of m
+        - parameters), in place; empty the sum. Measures as `mix`."""
 
     @abc.abstractmethod
     def staged_part(self) -> Part:
@@ -116,7 +116,7 @@ class Codec(abc.ABC):
         """Return the staged answer without the offer. `in_place`: it may lie where the offer did."""
 
     def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
-        """parameters <- parameters + fraction change, in place."""
+        """Move by parameters <- parameters + fraction change, in place."""
         part, values = change.part, change.values.to(parameters.device)
         if part is None:
             parameters.add_(values, alpha=fraction)
@@ -125,7 +125,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def heal(self, parameters: Tensor) -> None:
-        """parameters <- weighted mean of what came, of which one at least was a whole model; empties the sum."""
+        """Heal, parameters <- weighted mean of what came, with at least one whole model; empty the sum."""
 
     @abc.abstractmethod
     def clear(self) -> None:
@@ -208,7 +208,7 @@ class Float32(Codec):
         return self._sum
 
     def _move(self, parameters: Tensor, mean: Tensor, fraction: float, measure: bool) -> Tensor | None:
-        """parameters <- (1 - fraction) parameters + fraction mean; may change `mean`."""
+        """Move by parameters <- (1 - fraction) parameters + fraction mean; may change `mean`."""
         distance = (mean - parameters).norm() if measure else None
         parameters.lerp_(mean, fraction)
         return distance

@@ -95,7 +95,7 @@ class Paired(GossipProtocol):
     # ---- offers --------------------------------------------------------------------------------------------------
 
     def _waits_for_reply(self, s: GossipState) -> bool:
-        """Whether an offer is open that forbids another."""
+        """Return whether an offer is open that forbids another."""
         return any(peer not in s.silent for peer in s.offers)
 
     def _offer(self, s: GossipState) -> list[Action]:
@@ -148,10 +148,10 @@ class Paired(GossipProtocol):
         return self._model_came(s, message, took_s, late, rejected)
 
     def _crosses(self, s: GossipState, sender: int) -> bool:
-        """Whether an offer to this rank is to be refused, since the sender has been offered to and will answer. Of one
-        that has been silent that is not sure: what was offered to it may be lost. Nor of one that has refused the last
-        offer: it may refuse them all, as those of a rank whose model is not finite and that does not know it yet, and
-        then both would wait for each other for ever."""
+        """Return whether an offer to this rank is to be refused, since the sender has been offered to and will answer.
+        Of one that has been silent that is not sure: what was offered to it may be lost. Nor of one that has refused
+        the last offer: it may refuse them all, as those of a rank whose model is not finite and that does not know it
+        yet, and then both would wait for each other for ever."""
         if sender in s.silent or sender in s.refusing:
             return False
         return s.budget.rank < sender and sender in s.offers

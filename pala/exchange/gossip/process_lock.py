@@ -17,7 +17,7 @@ class ProcessLock:
     held_since_s: dict[int, float] = field(default_factory=dict)
 
     def is_free(self, peer: int) -> bool:
-        """Whether `peer` may be sent to."""
+        """Return whether `peer` may be sent to."""
         return peer not in self.held_since_s
 
     def acquire(self, peer: int, now_s: float) -> None:

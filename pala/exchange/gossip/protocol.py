@@ -177,7 +177,7 @@ class GossipProtocol(abc.ABC):
     # ---- what follows from them ----------------------------------------------------------------------------------
 
     def must_wait(self, s: GossipState) -> bool:
-        """Whether the rank must mix before it continues, or, if its own model is of no use, get a whole one."""
+        """Return whether the rank must mix before it continues, or, if its own model is of no use, get a whole one."""
         if len(s.budget.living) == 1 or s.budget.stop is not Stop.NONE:
             return False
         if not s.has_model:
@@ -185,12 +185,12 @@ class GossipProtocol(abc.ABC):
         return s.staleness > self.rules.max_staleness and not s.gave_up and not self.can_mix(s)
 
     def mix_is_due(self, s: GossipState) -> bool:
-        """Whether a mix is due; a rank that has no model takes any whole one."""
+        """Return whether a mix is due; a rank that has no model takes any whole one."""
         return self.can_mix(s) if s.has_model else s.whole_came
 
     def can_mix(self, s: GossipState) -> bool:
-        """Whether a full round of models has come, and at least one could be accepted. A rank that is alone by now
-        waits for no other, and mixes what the dead have sent while it is fresh."""
+        """Return whether a full round of models has come, and at least one could be accepted. A rank that is alone by
+        now waits for no other, and mixes what the dead have sent while it is fresh."""
         if not s.inbox:
             return False
         return len(s.budget.living) == 1 or 0 < self._models_a_round(s) <= len(s.inbox) + s.num_rejected
@@ -255,8 +255,8 @@ class GossipProtocol(abc.ABC):
         return [*dropped, Accept(s.inbox[sender])]
 
     def _is_stale(self, s: GossipState, sender: int, took_s: float, late: bool) -> bool:
-        """Whether the model that has come from `sender`, in `took_s` seconds, is too old to be received: its sender
-        stopped while it sent it, or this rank stopped (and is returning) before it could take it in."""
+        """Return whether the model that has come from `sender`, in `took_s` seconds, is too old to be received: its
+        sender stopped while it sent it, or this rank stopped (and is returning) before it could take it in."""
         return late or took_s > s.transfer_patience_s or sender in s.stale
 
     def _note_transfer(self, s: GossipState, sender: int, took_s: float) -> None:

@@ -50,7 +50,7 @@ class _Job:
         self.ranks = [_driver(rank, num_ranks, self._post) for rank in range(num_ranks)]
 
     def update(self, rank: int) -> None:
-        """One update of this rank, and all that follows."""
+        """Make one update of this rank, and all that follows."""
         self.ranks[rank].finish_update(80, healthy=True)
         self.ranks[rank].advance()
         while self._post:

@@ -209,7 +209,7 @@ class _Rank:
 def learn(
     method: str, config: Config, conditions: Conditions, make: Callable[[EnvConfig], Envs] = make_envs
 ) -> Learned:
-    """One training; `method` is one of `METHODS`. In float32 unless bfloat16 is asked for: equal settings and seed give
+    """Train once; `method` is one of `METHODS`. In float32 unless bfloat16 is asked for: equal settings and seed give
     equal results on any machine. Raises PalaError."""
     if config.network.precision == "auto":
         config = dataclasses.replace(config, network=dataclasses.replace(config.network, precision="float32"))
