@@ -119,7 +119,7 @@ def fit(
             conclude=entry.evaluate_and_draw,
         )
         with _with_random_numbers_of_its_own():
-            result = entry.train(comm, request, lambda job: _note_on_vain(request))
+            result = entry.train(comm, request, lambda job: _note_on_unused(request))
         if result.departs:
             leave_job()
         return _with_evaluation(result)
@@ -140,15 +140,15 @@ def _with_random_numbers_of_its_own() -> Iterator[None]:
         torch.cuda.manual_seed_all(torch.initial_seed())
 
 
-def _note_on_vain(request: Request) -> None:
+def _note_on_unused(request: Request) -> None:
     """Say which settings a new run does not read, also of those that a preset set."""
-    from pala.job.header import note_on_vain
+    from pala.job.header import note_on_unused
     from pala.system.output import say
 
     config, code = request.config, request.code
     if code.make_env is not None:  # which wins over the id
         config = replace(config, env=replace(config.env, id="environment made in Python"))
-    note = note_on_vain(config, Config(), code.make_env is not None, code.make_network is not None)
+    note = note_on_unused(config, Config(), code.make_env is not None, code.make_network is not None)
     if request.resume is None and note:
         say(note)
 

@@ -28,7 +28,7 @@ from pala.comm.mpi_process import leave_job, leave_mpi
 from pala.config import Config, load_with_ranks
 from pala.config.checks import check
 from pala.job import entry
-from pala.job.header import first_line, note_on_ranks, note_on_vain
+from pala.job.header import first_line, note_on_ranks, note_on_unused
 from pala.job.job import Job
 from pala.job.request import Request
 from pala.run import run_folder
@@ -92,7 +92,7 @@ def _greet(command: Command, base: Base, job: Job) -> None:
         if note:
             say(note)
     last = run_folder.read(command.resume)["segments"][-1] if command.resume else {}
-    if note := note_on_vain(command.config, base.config, *run_folder.from_python(last)):
+    if note := note_on_unused(command.config, base.config, *run_folder.from_python(last)):
         say(note)
 
 

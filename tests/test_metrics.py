@@ -26,7 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pala.config import from_table, load_preset, load_with_ranks
 from pala.exchange.budget import ExchangeState
-from pala.job.header import header, note_on_ranks, note_on_vain
+from pala.job.header import header, note_on_ranks, note_on_unused
 from pala.run import console
 from pala.run.console import Figures, Lines, Reporter, make_console
 from pala.run.loop import Stopwatch
@@ -364,21 +364,21 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
 
 def test_settings_that_nothing_reads_are_told():
     before = load_preset("pong")
-    assert note_on_vain(before, before) == ""
+    assert note_on_unused(before, before) == ""
     changed = replace(before, exchange=replace(before.exchange, kind="allreduce", max_staleness=0))
     note = "'exchange.max_staleness': set, but nothing reads it in this run (A2C, exchange allreduce, ALE/Pong-v5)."
-    assert note_on_vain(changed, before) == note, "the preset's own settings of gossip were not set in vain"
-    assert note_on_vain(replace(changed, exchange=replace(changed.exchange, kind="gossip")), before) == ""
+    assert note_on_unused(changed, before) == note, "the preset's own settings of gossip were not set in vain"
+    assert note_on_unused(replace(changed, exchange=replace(changed.exchange, kind="gossip")), before) == ""
     other = replace(before, env=replace(before.env, id="CartPole-v1", frame_skip=2, num_envs=3))
-    assert note_on_vain(other, before).startswith("'env.frame_skip': set, but nothing reads it")
+    assert note_on_unused(other, before).startswith("'env.frame_skip': set, but nothing reads it")
     vector = replace(before, env=replace(before.env, vectorization="async"))
-    assert note_on_vain(vector, before).startswith("'env.vectorization': set, but nothing reads it"), (
+    assert note_on_unused(vector, before).startswith("'env.vectorization': set, but nothing reads it"), (
         "ale-py has its own"
     )
     wide = replace(before, network=replace(before.network, mlp_hidden=(9,)))
-    assert note_on_vain(wide, before).startswith("'network.mlp_hidden': set, but nothing reads it"), "an Atari game"
+    assert note_on_unused(wide, before).startswith("'network.mlp_hidden': set, but nothing reads it"), "an Atari game"
     dqn = replace(before, algorithm="gorila", a2c=replace(before.a2c, gamma=0.9, entropy_coefficient=0.1))
-    assert note_on_vain(dqn, before).startswith("'a2c.gamma', 'a2c.entropy_coefficient': set, but nothing reads them")
+    assert note_on_unused(dqn, before).startswith("'a2c.gamma', 'a2c.entropy_coefficient': set, but nothing reads them")
 
 
 @pytest.mark.parametrize(
@@ -408,8 +408,8 @@ def test_settings_that_need_another_are_told_without_it(key, value, without, rea
     def config(settings):
         return from_table(nested(settings), "here")
 
-    assert note_on_vain(config(without | {key: value}), config(without)).startswith(f"'{key}': set, but nothing")
-    assert note_on_vain(config(read_with | {key: value}), config(read_with)) == ""
+    assert note_on_unused(config(without | {key: value}), config(without)).startswith(f"'{key}': set, but nothing")
+    assert note_on_unused(config(read_with | {key: value}), config(read_with)) == ""
 
 
 def nested(settings):

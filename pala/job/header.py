@@ -62,13 +62,13 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
     return "\n".join(lines)
 
 
-def note_on_vain(config: Config, before: Config, own_env: bool = False, own_network: bool = False) -> str:
+def note_on_unused(config: Config, before: Config, own_env: bool = False, own_network: bool = False) -> str:
     """Return a sentence if the command line changes settings of `before` that the run does not read; else empty.
     `own_env`: it plays an environment made in Python; `own_network`: its network is."""
-    if not (vain := unused_overrides(config, before, own_env, own_network)):
+    if not (unused := unused_overrides(config, before, own_env, own_network)):
         return ""
-    names = ", ".join(f"'{key}'" for key in vain)
-    them, run = "it" if len(vain) == 1 else "them", f"{ALGORITHMS[config.algorithm].method(config)}, {config.env.id}"
+    names = ", ".join(f"'{key}'" for key in unused)
+    them, run = "it" if len(unused) == 1 else "them", f"{ALGORITHMS[config.algorithm].method(config)}, {config.env.id}"
     return f"{names}: set, but nothing reads {them} in this run ({run})."
 
 
