@@ -52,7 +52,7 @@ class A2CAgent(Agent[ModelExchange]):
         if own is None:
             counters = self._average(comm, saved)
         else:
-            collectively(comm, lambda: check_actor_critic(own))
+            collectively(comm, lambda: check_actor_critic(own, len(self.flat.data)))
             self._take(own)
             counters = own.counters
             if self.config.exchange_kind.averages_gradients:

@@ -34,6 +34,8 @@ class ExchangeKind:
     """The others continue when a rank dies, where MPI is fault-tolerant."""
     replaces_ranks: bool = False
     """A spare rank can take the place of one that died, as `job/rank.py` (asleep) and the algorithm's agent make it."""
+    of_algorithm: bool = False
+    """An algorithm's only kind: it does not read `exchange`."""
     averages_gradients: bool = False
     """All ranks make each update together, by the mean of their gradients, and hold the same model after it."""
 
@@ -58,7 +60,7 @@ _KINDS = (
 )
 KINDS: Mapping[str, ExchangeKind] = {kind.name: kind for kind in _KINDS}
 
-GORILA = ExchangeKind("gorila", outlives_ranks=True, replaces_ranks=True)
+GORILA = ExchangeKind("gorila", of_algorithm=True, outlives_ranks=True, replaces_ranks=True)
 """The row of an algorithm that has an exchange of its own, and does not read `exchange`."""
 
 
