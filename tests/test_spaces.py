@@ -18,8 +18,8 @@ from pala.evaluation.acting import Acting
 from pala.evaluation.scoring import evaluate
 from pala.job.request import Request
 from pala.networks.distributions import distribution_of
-from pala.networks.make import blank_observations, make_tape
-from pala.networks.network import ActorCritic, FlatParameters
+from pala.networks.make import make_tape
+from pala.networks.network import ActorCritic, FlatParameters, blank_observations
 from pala.networks.tape import AutogradTape
 from pala.report.plot import read as read_run
 from pala.run import run_folder
