@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pala.a2c.normalization import Normalization
 from pala.config import A2CConfig
 from pala.networks.distributions import Distribution
 from pala.networks.network import FlatParameters
@@ -18,6 +17,7 @@ from pala.networks.tape import Tape
 
 if TYPE_CHECKING:
     from pala.a2c.momentum import Momentum
+    from pala.a2c.normalization import Normalization
 
 _NORM_HORIZON = 100  # updates
 
@@ -102,7 +102,11 @@ class A2C:
 
     def __init__(self, distribution: Distribution, tape: Tape, flat: FlatParameters, config: A2CConfig) -> None:
         self.distribution, self.tape, self.flat, self._config = distribution, tape, flat, config
-        self.normalization = Normalization(flat, config.gamma)
+        self.normalization: Normalization | None = None
+        if flat.moments:
+            from pala.a2c.normalization import Normalization
+
+            self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
         self.warms_up_from = 0  # the update after which the mean squares were 0
         self._usual_square: float | None = None  # of the gradient's norm; a resumed run begins anew
@@ -145,8 +149,10 @@ class A2C:
         config, learned = self._config, slice(self.flat.num_learned)
         gradient = self.flat.gradient[learned]
         norm = clip_gradient_(gradient, config.max_gradient_norm, learners, self._usual_square)
-        finite = self.normalization.is_finite() and math.isfinite(norm)
-        self.normalization.learn(finite)
+        finite = math.isfinite(norm)
+        if self.normalization is not None:
+            finite = self.normalization.is_finite() and finite
+            self.normalization.learn(finite)
         if finite:
             self._count_norm(norm, learners)
             if self._momentum is not None:
@@ -175,5 +181,6 @@ class A2C:
         loss.total.backward()  # type: ignore[no-untyped-call]
         assert policy_TBA.grad is not None and values_TB.grad is not None
         self.tape.backward([policy_TBA.grad, values_TB.grad.unsqueeze(-1)])
-        self.normalization.gather()
+        if self.normalization is not None:
+            self.normalization.gather()
         return Loss(*(term.detach() for term in loss))
