@@ -36,8 +36,7 @@ from pala.envs.spaces import inputs_of
 from pala.envs.vector import make_envs
 from pala.evaluation import play
 from pala.evaluation.policy import policy_of
-from pala.evaluation.video import _rendered_env
-from pala.evaluation.window import Window
+from pala.evaluation.video import Window, _rendered_env
 from pala.job import entry
 from pala.job.conclusion import conclude
 from pala.job.rank import run_rank

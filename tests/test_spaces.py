@@ -14,8 +14,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Se
 from pala.config import EnvConfig, NetworkConfig
 from pala.envs.spaces import channel_axis, image_scale, inputs_of
 from pala.envs.vector import make_envs
-from pala.evaluation.acting import Acting
-from pala.evaluation.scoring import evaluate
+from pala.evaluation.scoring import Acting, evaluate
 from pala.job.request import Request
 from pala.networks.distributions import distribution_of
 from pala.networks.make import make_tape
