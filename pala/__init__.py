@@ -208,8 +208,7 @@ def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> Ve
     (`AutoresetMode.SAME_STEP`). `trust_run`: see `load_policy`. Raises PalaError.
     """
     from pala.envs.vector import as_gymnasium
-    from pala.evaluation.acting import check_numbers
-    from pala.evaluation.scoring import longest_game, whole_games
+    from pala.evaluation.scoring import check_numbers, longest_game, whole_games
     from pala.run.user_code import load_trusted
     from pala.system.resources import usable_cores
 
@@ -240,8 +239,7 @@ def evaluate_policy(
     """
     import torch
 
-    from pala.evaluation.acting import Acting
-    from pala.evaluation.scoring import evaluate
+    from pala.evaluation.scoring import Acting, evaluate
     from pala.system.resources import usable_cores
 
     own, threads_before = load_config(run).evaluation, torch.get_num_threads()

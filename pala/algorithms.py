@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import gymnasium
 
     from pala.envs.vector import Envs
-    from pala.exchange.sleeping import Beginning, Sleeping
+    from pala.exchange.budget import Beginning
+    from pala.exchange.sleeping import Sleeping
     from pala.networks.network import FlatParameters, Network
     from pala.networks.own import MakeNetwork
     from pala.run.agent import Agent
@@ -85,7 +86,7 @@ class _A2C(Algorithm):
     def make_network(
         self, observations: gymnasium.Space, actions: gymnasium.Space, config: Config, own: MakeNetwork | None
     ) -> Network:
-        from pala.networks.own import actor_critic
+        from pala.networks.make import actor_critic
 
         return actor_critic(observations, actions, config, own)
 

@@ -67,12 +67,13 @@ def read(arguments: list[str]) -> tuple[Command, Base]:
     first = read_command(_PROGRAM, arguments, Command())  # for the preset or the run, whose settings are the defaults
     if first.preset is not None and first.resume is not None:
         raise PalaError(f"Give a preset or `--resume`, not both: '{first.resume}' brings its own settings.")
-    base = Base(Config())
+    base, command = Base(Config()), first
     if first.resume:
         base = Base(run_folder.config_of(first.resume))
     elif first.preset:
         base = Base(*load_with_ranks(first.preset))
-    command = read_command(_PROGRAM, arguments, replace(first, config=base.config))
+    if first.resume or first.preset:
+        command = read_command(_PROGRAM, arguments, replace(first, config=base.config))
     check(command.config, source="Command line")
     return command, base
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pala.a2c.averaging import average, average_of
+from pala.a2c.averaging import average, average_of, check_actor_critic
 from pala.run import checkpoint, tensor_file
 from pala.run.checkpoint import RankState, load_all, load_policy, load_rank, save_policy, save_rank
 from pala.system.errors import PalaError
@@ -399,8 +399,8 @@ def test_vectors_of_another_length_are_refused_with_momentum_too(length, tmp_pat
     state = make_state()
     state.tensors = {name: torch.zeros(length) for name in ("parameters", "mean_square", "movement")}
     save_rank(tmp_path, state)
-    with pytest.raises(PalaError, match="its tensors are not those of this run's network"):
-        load_rank(tmp_path, 0, SIGNATURE, parameters=6)
+    with pytest.raises(PalaError, match="other tensors than this run's network"):
+        check_actor_critic(load_rank(tmp_path, 0, SIGNATURE), parameters=6)
 
 
 def test_a_rank_that_never_saved_what_it_learned_is_left_out():

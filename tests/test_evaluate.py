@@ -28,11 +28,10 @@ import pala
 from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, to_table
 from pala.envs.vector import Envs, Episode, Step, make_envs
 from pala.evaluation import evaluate as program
-from pala.evaluation.acting import Acting
 from pala.evaluation.policy import load_policy, policy_of
 from pala.evaluation.record import Evaluation, action_words, read_evaluation, save
 from pala.evaluation.references import human_normalised, reference_scores
-from pala.evaluation.scoring import _statistics, evaluate, play_episodes
+from pala.evaluation.scoring import Acting, _statistics, evaluate, play_episodes
 from pala.evaluation.video import _atari_screen, _write_video, filmed, record_video
 from pala.job import conclusion
 from pala.job.conclusion import conclude

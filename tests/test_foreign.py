@@ -23,8 +23,7 @@ import pala
 from pala.config import EnvConfig
 from pala.evaluation import evaluate as evaluate_program
 from pala.evaluation import play as play_program
-from pala.evaluation.acting import Acting
-from pala.evaluation.scoring import evaluate
+from pala.evaluation.scoring import Acting, evaluate
 from pala.evaluation.video import record_video
 from pala.job.rank import run_rank
 from pala.job.request import Request

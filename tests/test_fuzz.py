@@ -26,10 +26,9 @@ from hypothesis import strategies as st
 from pala.comm.base import Packet, Received, Receiver, Transport
 from pala.config import ExchangeConfig
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.actions import SendModel
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
-from pala.exchange.gossip.messages import WITH_MODEL, WITHOUT_MODEL, Kind, gossip_sizes
+from pala.exchange.gossip.messages import WITH_MODEL, WITHOUT_MODEL, Kind, SendModel, gossip_sizes
 from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import Format, Message, Refusal, Wire

@@ -18,8 +18,8 @@ from pala.gorila.dqn import DQN, LossFilter, Transitions, dqn_loss, epsilon_at, 
 from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import ServedModel, Shard, assemble, slices
-from pala.networks.make import blank_observations, make_tape
-from pala.networks.network import FlatParameters
+from pala.networks.make import make_tape
+from pala.networks.network import FlatParameters, blank_observations
 from pala.networks.tape import AutogradTape, Tape
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError

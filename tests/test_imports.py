@@ -150,7 +150,6 @@ except SystemExit as exit_:
         ("import pala.config, pala.config.catalogue", set()),
         ("import pala.exchange.gossip.topology", set()),
         ("import pala.exchange.gossip.process_lock", set()),
-        ("import pala.exchange.gossip.mixing", set()),
         ("import pala.exchange.budget", {"numpy"}),
         ("import pala.exchange.gossip.protocol", {"numpy"}),
         ("import pala.exchange.gossip.paired", {"numpy"}),

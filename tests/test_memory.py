@@ -31,9 +31,8 @@ from pala.config import Config, ExchangeConfig, facts_of
 from pala.config.catalogue import KINDS
 from pala.config.facts import Facts
 from pala.evaluation import evaluate as evaluate_program
-from pala.evaluation.acting import Acting
 from pala.evaluation.policy import policy_of
-from pala.evaluation.scoring import evaluate
+from pala.evaluation.scoring import Acting, evaluate
 from pala.exchange import make as make_module
 from pala.exchange.base import Exchange, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop

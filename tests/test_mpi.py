@@ -259,8 +259,7 @@ if __name__ == "__main__":
     assert result.status == "completed"
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 0:
-        from pala.evaluation.scoring import evaluate
-        from pala.evaluation.acting import Acting
+        from pala.evaluation.scoring import Acting, evaluate
         from pala.evaluation.record import save
         save(result.run, evaluate(result.run, 4, 2, Acting(seed=1)))
 """

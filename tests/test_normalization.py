@@ -16,8 +16,7 @@ from gymnasium.spaces import Box, Discrete
 from pala.a2c.normalization import Normalization
 from pala.a2c.update import A2C, Rollout
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkConfig, checked
-from pala.evaluation.acting import Acting
-from pala.evaluation.scoring import evaluate
+from pala.evaluation.scoring import Acting, evaluate
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.messages import Kind, gossip_sizes

@@ -48,7 +48,8 @@ from explorer.planted import (
 from explorer.schedules import NETWORKS, InvariantError, check, schedule
 from pala.comm.base import Received
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.actions import (
+from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.messages import (
     Accept,
     Action,
     Clear,
@@ -56,13 +57,12 @@ from pala.exchange.gossip.actions import (
     GoOn,
     Heal,
     Keep,
+    Kind,
     Move,
     Pull,
     SendControl,
     SendModel,
 )
-from pala.exchange.gossip.driver import GossipDriver
-from pala.exchange.gossip.messages import Kind
 from pala.exchange.gossip.paired import CROSSED, Paired
 from pala.exchange.wire import Format, Message
 from pala.lab.simulate.scenario import Scenario

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.actions import Accept, Action, Clear, GoOn, Heal, Mix, SendControl, SendModel, Wait
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import Accept, Action, Clear, GoOn, Heal, Kind, Mix, SendControl, SendModel, Wait
 from pala.exchange.gossip.one_way import OneWay
 from pala.exchange.gossip.topology import GRAPHS
 from support.gossip import Rank, credit_came, message, mixed, model_came, protocol, sent_to, told, update, waits

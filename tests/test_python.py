@@ -36,14 +36,14 @@ from pala.envs.spaces import inputs_of
 from pala.envs.vector import make_envs
 from pala.evaluation import play
 from pala.evaluation.policy import policy_of
-from pala.evaluation.video import _rendered_env
-from pala.evaluation.window import Window
+from pala.evaluation.video import Window, _rendered_env
 from pala.job import entry
 from pala.job.conclusion import conclude
 from pala.job.rank import run_rank
 from pala.job.request import Request, Result
+from pala.networks.make import actor_critic
 from pala.networks.network import ActorCritic
-from pala.networks.own import OwnNetwork, actor_critic
+from pala.networks.own import OwnNetwork
 from pala.run import provenance, user_code
 from pala.run.agent import make_generator
 from pala.run.hooks import NO_CALLBACKS, Callbacks, Moment, UserCode, asks_to_stop

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pala.a2c.returns import advantages_and_returns
+from pala.a2c.update import advantages_and_returns
 
 
 @st.composite

@@ -14,12 +14,11 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Se
 from pala.config import EnvConfig, NetworkConfig
 from pala.envs.spaces import channel_axis, image_scale, inputs_of
 from pala.envs.vector import make_envs
-from pala.evaluation.acting import Acting
-from pala.evaluation.scoring import evaluate
+from pala.evaluation.scoring import Acting, evaluate
 from pala.job.request import Request
 from pala.networks.distributions import distribution_of
-from pala.networks.make import blank_observations, make_tape
-from pala.networks.network import ActorCritic, FlatParameters
+from pala.networks.make import make_tape
+from pala.networks.network import ActorCritic, FlatParameters, blank_observations
 from pala.networks.tape import AutogradTape
 from pala.report.plot import read as read_run
 from pala.run import run_folder

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from pala.comm.base import Communicator
-from pala.evaluation.acting import Acting
-from pala.evaluation.scoring import evaluate
+from pala.evaluation.scoring import Acting, evaluate
 from pala.run.checkpoint import load_policy, newest_segment, save_rank
 from pala.run.hooks import Callbacks
 from pala.run.metrics import read_run

@@ -14,7 +14,6 @@ from pala.config.catalogue import RULES
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.codecs import Float32
 from pala.exchange.gossip.messages import WITH_MODEL, Kind, gossip_sizes
-from pala.exchange.gossip.mixing import counted
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Refusal, Wire
 
@@ -240,8 +239,8 @@ def test_mixing_is_the_weighted_mean(mixing: str, num_models: int, device: torch
     parameters, into = torch.from_numpy(models[0].copy()).to(device), receive_buffer(device)
     for sender in range(1, num_models + 1):
         assert receive(into, encoded(message(sender=sender), torch.from_numpy(models[sender]))) is None
-        into.add(counted(rule, weights[sender]))
-    distance = into.codec.mix(parameters, counted(rule, weights[0]))
+        into.add(rule.counted(weights[sender]))
+    distance = into.codec.mix(parameters, rule.counted(weights[0]))
 
     row_of_W = weights / weights.sum() if mixing == "push_sum" else np.full(num_models + 1, 1 / (num_models + 1))
     np.testing.assert_allclose(parameters.cpu().numpy(), row_of_W @ models, atol=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,19 @@ from pala.config import Config
 from pala.envs.vector import Envs
 from pala.exchange.base import ModelExchange
 from pala.exchange.gossip.exchange import GossipExchange
-from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.make import check_placement, check_size, make_exchange
-from pala.networks.make import blank_observations, make_tape
-from pala.networks.network import FlatParameters
-from pala.networks.own import MakeNetwork, actor_critic
+from pala.networks.make import actor_critic, make_tape
+from pala.networks.network import FlatParameters, blank_observations
 from pala.run.agent import Agent, Saved, device_and_precision
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import torch_weights
+
+if TYPE_CHECKING:
+    from pala.exchange.gossip.sleeping import SleepingGossip
+    from pala.networks.own import MakeNetwork
 
 
 @dataclass
@@ -52,7 +54,7 @@ class A2CAgent(Agent[ModelExchange]):
         if own is None:
             counters = self._average(comm, saved)
         else:
-            collectively(comm, lambda: check_actor_critic(own))
+            collectively(comm, lambda: check_actor_critic(own, len(self.flat.data)))
             self._take(own)
             counters = own.counters
             if self.config.exchange_kind.averages_gradients:

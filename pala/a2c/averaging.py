@@ -9,15 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pala.run.checkpoint import (
-    ACTOR_CRITIC,
-    OF_ANOTHER_ALGORITHM,
-    RankState,
-    joint_counters,
-    load_all,
-    load_rank,
-)
+from pala.run.checkpoint import OF_ANOTHER_ALGORITHM, RankState, joint_counters, load_all, load_rank
 from pala.system.errors import PalaError
+
+_CONTENTS = (
+    {"parameters", "mean_square"},  # of the whole network; RMSprop's mean squares
+    {"parameters", "mean_square", "movement"},  # and quasi-global momentum's mean movement
+)
 
 
 def average_of(segment: Path, signature: int, parameters: int, first_only: bool = False) -> tuple[RankState, int]:
@@ -25,6 +23,7 @@ def average_of(segment: Path, signature: int, parameters: int, first_only: bool 
 
     def load(state: RankState) -> RankState:
         read = load_rank(segment, state.rank, signature, state.ranks, parameters)  # a live job may have saved since
+        check_actor_critic(read, parameters)
         both = zip(state.counters["local_steps"], read.counters["local_steps"], strict=True)
         return replace(read, counters=read.counters | {"local_steps": [max(steps) for steps in both]})
 
@@ -71,7 +70,10 @@ def average(
     return replace(first, tensors=tensors, counters=first.counters | joint_counters(list(read.values())))
 
 
-def check_actor_critic(state: RankState) -> None:
-    """Raise PalaError for another algorithm's."""
-    if set(state.tensors) not in ACTOR_CRITIC or type(state.counters.get("warms_up_from")) is not int:
+def check_actor_critic(state: RankState, parameters: int | None = None) -> None:
+    """Raise PalaError for the checkpoint of another algorithm, or of a network of another size. `parameters`: of this
+    run's network, if it is known."""
+    if set(state.tensors) not in _CONTENTS or type(state.counters.get("warms_up_from")) is not int:
         raise PalaError(OF_ANOTHER_ALGORITHM)
+    if parameters is not None and any(len(tensor) != parameters for tensor in state.tensors.values()):
+        raise PalaError("The checkpoints hold other tensors than this run's network has.")

@@ -43,6 +43,7 @@ class Learner(Loop):
         self._config, self._rank = agent.config, agent.rank
         self._envs, self._a2c = agent.envs, agent.a2c
         self._tape, self._flat = agent.a2c.tape, agent.a2c.flat
+        self._normalization = agent.a2c.normalization
         self._means, self._logged = Means(), self.began_with  # of the interval; what was done before it
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
@@ -51,7 +52,8 @@ class Learner(Loop):
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self.observations = self._to_device(self._envs.reset(env_seeds))
-        self._a2c.normalization.reset()
+        if self._normalization is not None:
+            self._normalization.reset()
 
     def _advance(self) -> None:
         """Play a rollout and make an update."""
@@ -98,7 +100,8 @@ class Learner(Loop):
             self._tape.begin()
         for t in range(self._config.a2c.rollout_steps):
             with self._watch.section("inference"):
-                self._a2c.normalization.observe(self.observations)
+                if self._normalization is not None:
+                    self._normalization.observe(self.observations)
                 policy_output, value = self._tape.forward(self.observations)
                 actions = distribution.sample(policy_output, self._generator)
                 env_actions = distribution.to_env(actions).cpu().numpy()
@@ -123,7 +126,9 @@ class Learner(Loop):
     def _rewards(self, step: Step, ended_B: Tensor) -> Tensor:
         """Return the rewards [B]; where a time limit cut the episode, add the discounted value of what would have
         followed."""
-        rewards_B = self._a2c.normalization.rewards(self._to_device(step.rewards), ended_B)
+        rewards_B = self._to_device(step.rewards)
+        if self._normalization is not None:
+            rewards_B = self._normalization.rewards(rewards_B, ended_B)
         if step.truncated.any():
             value = self._value(self._to_device(step.final_observations))
             rewards_B[self._to_device(step.truncated)] += self._config.a2c.gamma * value

@@ -11,7 +11,7 @@ OBSERVATIONS, RETURNS = "observation_moments", "return_moments"
 
 
 class Normalization:
-    """Normalises what one rank's environments, B of them, give; does nothing for a network without moments.
+    """Normalises what one rank's environments, B of them, give.
 
     Rewards are divided by the deviation of the discounted return so far, R <- gamma R + r, which begins at 0 with each
     episode, as in Gymnasium's NormalizeReward (there only after a termination).
@@ -58,7 +58,7 @@ class Normalization:
 
     def is_finite(self) -> bool:
         """Return whether the gathered figures are finite."""
-        return not self._of or bool(self._flat.gradient[self._flat.num_learned :].isfinite().all())
+        return bool(self._flat.gradient[self._flat.num_learned :].isfinite().all())
 
     def learn(self, healthy: bool) -> None:
         """Take that into the moments, if it is `healthy`; new ones as far as they can. The next rollout may begin: one

@@ -1,22 +1,23 @@
-"""Advantage actor-critic: the loss and one update."""
+"""Advantage actor-critic: returns, the loss and one update."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pala.a2c.momentum import Momentum
-from pala.a2c.normalization import Normalization
-from pala.a2c.returns import advantages_and_returns
 from pala.config import A2CConfig
 from pala.networks.distributions import Distribution
 from pala.networks.network import FlatParameters
 from pala.networks.optimisers import clip_gradient_, rmsprop_
 from pala.networks.tape import Tape
+
+if TYPE_CHECKING:
+    from pala.a2c.momentum import Momentum
+    from pala.a2c.normalization import Normalization
 
 _NORM_HORIZON = 100  # updates
 
@@ -72,6 +73,31 @@ def a2c_loss(
     return Loss(total, policy, value, entropy)
 
 
+def advantages_and_returns(
+    rewards_TB: Tensor, ended_TB: Tensor, values_TB: Tensor, bootstrap_B: Tensor, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages by GAE (arXiv 1506.02438, eq. 16); lambda = 1 gives n-step returns (A3C, alg. S3).
+
+    | symbol | shape | meaning |
+    |---|---|---|
+    | rewards | [T, B] | reward of each step; at a time limit gamma * V(last observation) is already added |
+    | ended | [T, B] | 1.0 where the return ends with this step, else 0.0 |
+    | values | [T, B] | V of the observation the step began with, without gradient |
+    | bootstrap | [B] | V of the observation after the last step |
+
+    Returns (advantages [T, B], returns [T, B]), where returns = advantages + values.
+    """
+    advantages = torch.empty_like(rewards_TB)
+    next_value, next_advantage = bootstrap_B, torch.zeros_like(bootstrap_B)
+    for t in reversed(range(rewards_TB.shape[0])):
+        going_on = 1.0 - ended_TB[t]
+        delta = rewards_TB[t] + gamma * next_value * going_on - values_TB[t]
+        next_advantage = delta + gamma * gae_lambda * going_on * next_advantage
+        advantages[t] = next_advantage
+        next_value = values_TB[t]
+    return advantages, advantages + values_TB
+
+
 class UpdateResult(NamedTuple):
     """The outcome of one update. `applied` is False when the gradient was not finite and the step was left out."""
 
@@ -88,13 +114,19 @@ class A2C:
         self.tape = tape
         self.flat = flat
         self._config = config
-        self.normalization = Normalization(flat, config.gamma)
+        self.normalization: Normalization | None = None
+        if flat.moments:
+            from pala.a2c.normalization import Normalization
+
+            self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
         self.warms_up_from = 0  # the update after which the mean squares were 0
         self._usual_square: float | None = None  # of the gradient's norm; a resumed run begins anew
         self._num_norms = 0  # in that
         self._momentum: Momentum | None = None
         if config.momentum:
+            from pala.a2c.momentum import Momentum
+
             self._movement = torch.zeros_like(flat.data)
             mean = self._movement[: flat.num_learned]
             self._momentum = Momentum(self.learned, config.momentum, config.momentum_smoothing, mean)
@@ -130,8 +162,10 @@ class A2C:
         config, learned = self._config, slice(self.flat.num_learned)
         gradient = self.flat.gradient[learned]
         norm = clip_gradient_(gradient, config.max_gradient_norm, learners, self._usual_square)
-        finite = self.normalization.is_finite() and math.isfinite(norm)
-        self.normalization.learn(finite)
+        finite = math.isfinite(norm)
+        if self.normalization is not None:
+            finite = self.normalization.is_finite() and finite
+            self.normalization.learn(finite)
         if finite:
             self._count_norm(norm, learners)
             if self._momentum is not None:
@@ -165,5 +199,6 @@ class A2C:
         loss.total.backward()  # type: ignore[no-untyped-call]
         assert policy_TBA.grad is not None and values_TB.grad is not None
         self.tape.backward([policy_TBA.grad, values_TB.grad.unsqueeze(-1)])
-        self.normalization.gather()
+        if self.normalization is not None:
+            self.normalization.gather()
         return Loss(*(term.detach() for term in loss))

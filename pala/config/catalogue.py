@@ -35,6 +35,8 @@ class ExchangeKind:
     """The others continue when a rank dies, where MPI is fault-tolerant."""
     replaces_ranks: bool = False
     """A spare rank can take the place of one that died, as `job/rank.py` (asleep) and the algorithm's agent make it."""
+    of_algorithm: bool = False
+    """An algorithm's only kind: it does not read `exchange`."""
     averages_gradients: bool = False
     """All ranks make each update together, by the mean of their gradients, and hold the same model after it."""
 
@@ -59,19 +61,47 @@ _KINDS = (
 )
 KINDS: Mapping[str, ExchangeKind] = {kind.name: kind for kind in _KINDS}
 
-GORILA = ExchangeKind("gorila", outlives_ranks=True, replaces_ranks=True)
+GORILA = ExchangeKind("gorila", of_algorithm=True, outlives_ranks=True, replaces_ranks=True)
 """The row of an algorithm that has an exchange of its own, and does not read `exchange`."""
 
 
 @dataclass(frozen=True)
 class MixingRule:
-    """A value of `exchange.mixing`: the weights of models in an average."""
+    """A value of `exchange.mixing`: the weights of models in an average.
+
+    A mix of a rank's own model x, whose weight is w, with models m that carry weights v is
+
+        x <- (w x + sum of v m) / (w + sum of v).
+
+    | rule | a copy carries | w | |
+    |---|---|---|---|
+    | `uniform` | 1 | 1 | x <- (x + sum of k models) / (1 + k), the rule of GALA and PALA |
+    | `push_sum` | w / (k + 1), if k are sent | what it kept and got | all weights add up to the number of ranks |
+    | `paired` | 1 | 1 | not averaged: both ranks of a pair move by the same amount (`paired.py`) |
+
+    Push-sum: Assran, Loizou, Ballas, Rabbat, "Stochastic Gradient Push for Distributed Deep Learning", 2019, arXiv
+    1811.10792. Here the optimiser steps the de-biased model itself (there, the step is divided by the weight), so that
+    a rank's learning rate does not depend on how often it was sent to.
+    """
 
     name: str
     of_whole_models: bool = False
     """The weights belong to whole models: no codec may send parts."""
     by_pairs: bool = False
     """Ranks exchange two at a time: not with a topology that sends to several, but several times an update if asked."""
+
+    def share(self, own: float, copies: int) -> float:
+        """Return what a model of weight `own`, and each of `copies` copies of it that leave now, weigh from then on."""
+        return own / (copies + 1) if self.of_whole_models else 1.0
+
+    def counted(self, carried: float) -> float:
+        """Return what a model that carries this weight counts: 1, whatever a run had before, where weights stay."""
+        return carried if self.of_whole_models else 1.0
+
+    def gained(self, own: float, carried: float) -> float:
+        """Return the weight `own` with that of models that were mixed into this rank's, or thrown away: none is
+        lost."""
+        return own + carried if self.of_whole_models else own
 
 
 _RULES = (MixingRule("uniform"), MixingRule("push_sum", of_whole_models=True), MixingRule("paired", by_pairs=True))

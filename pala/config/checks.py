@@ -25,8 +25,8 @@ def check(config: Config, source: str) -> None:
             raise PalaError(f"{source}: '{key}' is {shown(value)} but {every}must lie between {low:g} and {high:g}.")
     check_exchange(config.exchange, source)
     _check_gorila(config.gorila, source)
-    _check_budget(config, source)
-    _check_normalization(config, source)
+    if config.algorithm == "gorila":
+        _check_replay(config, source)
     _check_spares(config, source)
     name = config.run.name
     if name in (".", "..") or "/" in name:
@@ -60,16 +60,22 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
             )
 
 
-def _check_budget(config: Config, source: str) -> None:
-    """Raise PalaError if Gorila would end before it learns."""
+def _check_replay(config: Config, source: str) -> None:
+    """Raise PalaError if Gorila would end before it learns, or is to normalise what its replay holds."""
     least = config.gorila.min_replay_steps
     period = config.gorila.update_period_steps
-    if config.algorithm == "gorila" and config.total_steps < least + period:
+    if config.total_steps < least + period:
         raise PalaError(
             f"{source}: 'total_steps' is {config.total_steps}, but learning begins after 'gorila.min_replay_steps' "
             f"({least}) and 'gorila.update_period_steps' ({period}), so nothing would be learned; raise the one or "
             "lower the others."
         )
+    for key in ("normalize_observations", "normalize_rewards"):
+        if getattr(config.env, key):
+            raise PalaError(
+                f"{source}: 'env.{key}' is true, but 'algorithm' is 'gorila', whose replay holds what was seen before; "
+                "leave it out, or wrap the environment with a fixed scale, as RescaleObservation or TransformReward."
+            )
 
 
 def _check_spares(config: Config, source: str) -> None:
@@ -80,16 +86,6 @@ def _check_spares(config: Config, source: str) -> None:
             "no rank can take another's place while training runs; 'gossip' can. Leave it out, and let "
             "`launch/supervise.py` restart the job."
         )
-
-
-def _check_normalization(config: Config, source: str) -> None:
-    """Raise PalaError if observations or rewards are to be normalised by Gorila, which cannot."""
-    for key in ("normalize_observations", "normalize_rewards"):
-        if config.algorithm == "gorila" and getattr(config.env, key):
-            raise PalaError(
-                f"{source}: 'env.{key}' is true, but 'algorithm' is 'gorila', whose replay holds what was seen before; "
-                "leave it out, or wrap the environment with a fixed scale, as RescaleObservation or TransformReward."
-            )
 
 
 def _check_gorila(gorila: GorilaConfig, source: str) -> None:

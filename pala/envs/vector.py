@@ -27,7 +27,6 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.envs.processes import EnvProcesses
 from pala.envs.spaces import Inputs, Layout, inputs_of
 from pala.envs.wrappers import wrapped
 from pala.system.errors import PalaError, nearest, reason
@@ -82,6 +81,7 @@ class Envs:
         self.vector_env = vector_env
         self.name = name
         self._episode_info = episode_info
+        self._end_processes: Callable[..., int] | None = getattr(vector_env, "end", None)  # of `EnvProcesses`
         self._clip = clip_rewards
         self.num_envs = vector_env.num_envs
         self.observation_space = vector_env.single_observation_space
@@ -132,8 +132,8 @@ class Envs:
     def close(self) -> None:
         """Free the environments and their threads or processes. What they raise is only reported, since they are not
         needed any more."""
-        if isinstance(self.vector_env, EnvProcesses):
-            if killed := self.vector_env.end(_CLOSE_S):
+        if self._end_processes is not None:
+            if killed := self._end_processes(_CLOSE_S):
                 say(f"{killed} of the environments did not close within {_CLOSE_S:g} s; their processes were killed.")
             return
         try:
@@ -146,8 +146,8 @@ class Envs:
 
     def abandon(self) -> None:
         """Close after a failure, without waiting for a worker that has died in a step or does not come back."""
-        if isinstance(self.vector_env, EnvProcesses):
-            self.vector_env.end()
+        if self._end_processes is not None:
+            self._end_processes()
         else:
             self.close()
 
@@ -398,6 +398,8 @@ def _saying_what_cannot_be_made(config: EnvConfig, make_env: MakeEnv | None) -> 
 
 def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorEnv:
     if config.vectorization == "async":
+        from pala.envs.processes import EnvProcesses
+
         return EnvProcesses(factory, config.num_envs)
     return gymnasium.vector.SyncVectorEnv([factory] * config.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 

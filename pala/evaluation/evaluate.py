@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from pala.config import EvaluationConfig
-from pala.evaluation.acting import OTHER_SETTINGS, Acting
 from pala.evaluation.record import save
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
@@ -39,6 +38,7 @@ from pala.system.resources import loading, prepare, usable_cores
 
 if TYPE_CHECKING:
     from pala.evaluation.record import Evaluation
+    from pala.evaluation.scoring import Acting
 
 _PROGRAM = "pala.evaluate"
 _LOOK_S = 5.0  # for a newer checkpoint
@@ -79,11 +79,18 @@ class Command:
     """Gorila, other than the run's: probability of a random action."""
 
     @property
+    def used_threads(self) -> int:
+        """Return the number of threads of torch and Atari."""
+        return self.threads or usable_cores()
+
+    @property
     def acting(self) -> Acting:
-        """Return how the policy is to act."""
+        """Return how the policy is to act. Loads torch."""
+        from pala.evaluation.scoring import OTHER_SETTINGS, Acting
+
         given = {name: getattr(self, name) for name in OTHER_SETTINGS}
         other = {name: value for name, value in given.items() if value is not None}
-        return Acting(self.greedy, self.seed, self.threads or usable_cores(), self.trust_run, self.best, other)
+        return Acting(self.greedy, self.seed, self.used_threads, self.trust_run, self.best, other)
 
 
 def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
@@ -140,7 +147,7 @@ def _follow(run: Path, score: Callable[[], Evaluation]) -> None:
 def main() -> None:
     """Run `python -m pala.evaluate`."""
     commands = parse(sys.argv[1:])
-    prepare(commands[0][1].acting.threads)
+    prepare(commands[0][1].used_threads)
     # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
     with loading():
         from pala.evaluation.scoring import evaluate

@@ -14,16 +14,18 @@ import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pala.evaluation.acting import Acting
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.output import tell
 from pala.system.resources import prepare
+
+if TYPE_CHECKING:
+    from pala.evaluation.scoring import Acting
 
 _PROGRAM = "pala.play"
 _THREADS = 1  # one environment, one observation at a time
@@ -61,6 +63,7 @@ def main() -> None:
         raise PalaError("'--episodes' and '--speed' are of the window; '--video' writes one episode, at usual speed.")
     run_folder.read(command.run)  # before torch, whose loading takes seconds
     prepare(_THREADS)
+    from pala.evaluation.scoring import Acting
     from pala.evaluation.video import record_video
 
     acting = Acting(command.greedy, command.seed, _THREADS, command.trust_run, command.best)
@@ -72,8 +75,7 @@ def main() -> None:
 
 def _watch(command: Command, acting: Acting) -> None:
     """Show the policy in a window."""
-    from pala.evaluation.video import filmed, words_of
-    from pala.evaluation.window import Window
+    from pala.evaluation.video import Window, filmed, words_of
 
     told = 0
     with (

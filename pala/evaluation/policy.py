@@ -20,8 +20,7 @@ from pala.config import Config
 from pala.envs.spaces import Inputs
 from pala.envs.vector import Envs, make_envs
 from pala.gorila.dqn import epsilon_greedy
-from pala.networks.make import blank_observations
-from pala.networks.network import FlatParameters, Network
+from pala.networks.network import FlatParameters, Network, blank_observations
 from pala.networks.own import MakeNetwork
 from pala.run import checkpoint, run_folder, user_code
 from pala.run.run_folder import BEST_POLICY, POLICY

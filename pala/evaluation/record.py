@@ -15,7 +15,7 @@ from pala.system.text import counted, short_number
 _NUMBERS = ("mean_return", "episodes", "global_steps")  # that others read of an evaluation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The result of an evaluation, and what it depends on. A return is the unclipped sum of a whole game's rewards."""
 
@@ -23,24 +23,24 @@ class Evaluation:
     environment: str
     policy: str  # "final", "best", or of which checkpoints
     global_steps: int  # of training, over all ranks
-    frames_per_step: int | None  # Atari: emulator frames a step, so global_steps * frames_per_step are the frames
+    frames_per_step: int | None = None  # Atari: emulator frames a step, so global_steps times this are the frames
     episodes: int
     num_envs: int
     greedy: bool
     epsilon: float | None  # Gorila: probability of a random action; None of a policy that is sampled
     seed: int
-    noop_max: int | None  # Atari
-    repeat_action_probability: float | None  # Atari
+    noop_max: int | None = None  # Atari
+    repeat_action_probability: float | None = None  # Atari
     mean_return: float
     standard_error: float | None  # of the mean, by the sample deviation (ddof 1); None for a single episode
     min_return: float
     median_return: float
     max_return: float
     mean_length_steps: float
-    human_normalised_score: float | None  # percent: 0 is random play, 100 the human; None if not in the table
-    random_score: float | None
-    human_score: float | None
-    score_table: str | None
+    human_normalised_score: float | None = None  # percent: 0 is random play, 100 the human; None if not in the table
+    random_score: float | None = None
+    human_score: float | None = None
+    score_table: str | None = None
     steps_per_s: float
     returns: list[float]
     mean_info: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""One whole episode of a policy in pictures, and as an MP4 file: `python -m pala.evaluate RUN --video FILE.mp4`.
+"""Whole episodes of a policy in pictures: as a file, `python -m pala.evaluate RUN --video FILE.mp4`, or in a window.
 
 Atari is shown by a twin in colour of the policy's own environment; other environments render themselves.
 """
@@ -21,9 +21,8 @@ import torch
 
 from pala.config import Config, EnvConfig
 from pala.envs.vector import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
-from pala.evaluation.acting import Acting, check_numbers
 from pala.evaluation.policy import Actor, load_policy
-from pala.evaluation.scoring import longest_game, whole_games
+from pala.evaluation.scoring import Acting, check_numbers, longest_game, whole_games
 from pala.run import user_code
 from pala.system.errors import PalaError, reason
 from pala.system.seeding import derive
@@ -34,6 +33,7 @@ Screen = Callable[["np.ndarray | None"], np.ndarray]  # actions (None: before th
 _MOST_VIDEO_STEPS = 20_000
 _LEAST_VIDEO_WIDTH = 320  # pixels
 _ATARI_FRAMES_PER_S = 60
+_UNSEEN = ("offscreen", "dummy")  # what SDL takes where there is no display
 
 
 def record_video(run: Path, file: Path, acting: Acting) -> str:
@@ -199,3 +199,51 @@ def enlarged(picture: np.ndarray) -> np.ndarray:
     factor = -(-_LEAST_VIDEO_WIDTH // picture.shape[1])
     large = picture.repeat(factor, axis=0).repeat(factor, axis=1)
     return large[: large.shape[0] // 2 * 2, : large.shape[1] // 2 * 2]
+
+
+class Window:
+    """Shows pictures until it is closed. Raises PalaError where there can be none."""
+
+    def __init__(self, title: str) -> None:
+        os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+        try:
+            self._pygame: Any = importlib.import_module("pygame")
+        except ImportError:
+            raise PalaError(
+                "A window needs pygame, `pip install pygame-ce`; `--video FILE.mp4` does without a window."
+            ) from None
+        try:
+            self._pygame.display.init()
+        except self._pygame.error as error:
+            raise PalaError(f"No window can be opened ({error}); `--video FILE.mp4` does without.") from None
+        if self._pygame.display.get_driver() in _UNSEEN and "SDL_VIDEODRIVER" not in os.environ:
+            raise PalaError("No window can be opened: there is no display; `--video FILE.mp4` does without.")
+        self._title, self._clock, self._screen = title, self._pygame.time.Clock(), None
+
+    def show(self, picture: np.ndarray, frames_per_s: float) -> bool:
+        """Show a picture, RGB uint8 [H, W, 3], when it is time for it at `frames_per_s`. Returns False when the window
+        was closed."""
+        self._draw(enlarged(picture).swapaxes(0, 1))
+        self._clock.tick(frames_per_s)
+        return not any(self._is_end(event) for event in self._pygame.event.get())
+
+    def close(self) -> None:
+        """Close the window."""
+        self._pygame.display.quit()
+
+    def _draw(self, picture: np.ndarray) -> None:
+        """[W, H, 3]: as pygame has it."""
+        display = self._pygame.display
+        if self._screen is None or self._screen.get_size() != picture.shape[:2]:
+            display.quit()  # a second window of SCALED gets no renderer
+            display.init()
+            display.set_caption(self._title)
+            self._screen = display.set_mode(picture.shape[:2], self._pygame.SCALED)
+        self._pygame.surfarray.blit_array(self._screen, picture)
+        display.flip()
+
+    def _is_end(self, event: Any) -> bool:
+        pygame = self._pygame
+        return event.type == pygame.QUIT or (
+            event.type == pygame.KEYDOWN and event.key in (pygame.K_ESCAPE, pygame.K_q)
+        )

@@ -187,6 +187,14 @@ class ExchangeState(NamedTuple):
         return self.base_steps + sum(self.local_steps)
 
 
+class Beginning(NamedTuple):
+    """State at the start of training, as a spare that sleeps has to know it."""
+
+    num_parameters: int
+    signature: int  # of the network's layout
+    start: ExchangeState  # of every rank, those that sleep too
+
+
 def budget_of(comm: Communicator, start: ExchangeState, total_steps: int, spares: int = 0) -> StepBudget:
     """Return what a rank of a job knows when it begins, or begins to sleep."""
     return StepBudget(comm.rank, comm.size, total_steps, start.local_steps, start.base_steps, spares)

@@ -1,4 +1,4 @@
-"""Makes the exchange that a configuration names."""
+"""Makes the exchange that a configuration names. A kind other than gossip is loaded where it is asked for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from torch import Tensor
 from pala.comm.base import Communicator
 from pala.config import Config, ExchangeConfig
 from pala.config.catalogue import kind_of
-from pala.exchange.allreduce import AllReduce
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.exchange import GossipExchange
-from pala.exchange.none import NoExchange
-from pala.exchange.shared_memory import SharedMemory, check_one_host
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 
@@ -28,10 +25,16 @@ def make_exchange(
     elements are never rounded or left out. Collective."""
     kind, budget_steps = config.exchange.kind, config.total_steps
     if kind == "none":
+        from pala.exchange.none import NoExchange
+
         return NoExchange(comm, parameters, budget_steps, start, interrupt)
     if kind == "allreduce":
+        from pala.exchange.allreduce import AllReduce
+
         return AllReduce(comm, parameters, budget_steps, start, interrupt)
     if kind == "shared_memory":
+        from pala.exchange.shared_memory import SharedMemory
+
         return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt, num_exact)
     if kind == "gossip":
         return GossipExchange(
@@ -66,4 +69,6 @@ def check_size(config: ExchangeConfig, parameters: Tensor, num_exact: int) -> No
 def check_placement(comm: Communicator, config: ExchangeConfig) -> None:
     """Raise PalaError if the ranks are where this exchange cannot work. Collective."""
     if kind_of(config).one_host:
+        from pala.exchange.shared_memory import check_one_host
+
         check_one_host(comm)

@@ -1,24 +1,15 @@
-"""A spare rank that sleeps: what it is told when training begins, and how it waits for its turn. Loads no torch."""
+"""A spare rank that sleeps, and how it waits for its turn. Loads no torch."""
 
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple
 
 from pala.comm.base import Transport
-from pala.exchange.budget import ExchangeState, StepBudget, Stop
+from pala.exchange.budget import StepBudget, Stop
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import wait_asleep
 
 _LOOK_S = 0.5  # a rank that sleeps looks at signals so often
-
-
-class Beginning(NamedTuple):
-    """State at the start of training, as a spare that sleeps has to know it."""
-
-    num_parameters: int
-    signature: int  # of the network's layout
-    start: ExchangeState  # of every rank, those that sleep too
 
 
 class Sleeping(abc.ABC):

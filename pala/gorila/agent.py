@@ -25,8 +25,8 @@ from pala.gorila.shard import ServedModel, Shard, assemble, targets_at
 from pala.gorila.sleeping import SleepingGorila
 from pala.gorila.store import ReplayStore, check_memory
 from pala.gorila.worker import Worker
-from pala.networks.make import blank_observations, make_tape
-from pala.networks.network import FlatParameters, Network
+from pala.networks.make import make_tape
+from pala.networks.network import FlatParameters, Network, blank_observations
 from pala.networks.own import MakeNetwork
 from pala.run import checkpoint
 from pala.run.agent import Agent, Saved, device_and_precision

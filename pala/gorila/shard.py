@@ -17,6 +17,11 @@ from pala.run.checkpoint import OF_ANOTHER_ALGORITHM, RankState
 from pala.system.errors import PalaError
 from pala.system.files import is_number
 
+_CONTENTS = (
+    {"parameters", "squares", "target"},  # a shard's slices; the optimiser's squares; the target network
+    set[str](),  # of a rank that serves no shard
+)
+
 
 def slices(num_parameters: int, num_shards: int) -> list[slice]:
     """Return each shard's part of the flat vector: in order, without gap, of lengths that differ by at most one.
@@ -124,7 +129,7 @@ class Shard:
 def _is_of_shard(state: RankState) -> bool:
     """Tell whether a checkpoint holds what is read of it: the file may come from elsewhere."""
     counts = state.counters.get("gorila")
-    if not isinstance(counts, dict) or "mean_square" in state.tensors:
+    if not isinstance(counts, dict) or set(state.tensors) not in _CONTENTS:
         return False
     shard, losses = counts.get("shard"), counts.get("filter")
     numbers = [shard or 0, *(counts.get(key) for key in ("num_shards", "version", "num_targets"))]

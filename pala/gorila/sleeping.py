@@ -6,8 +6,8 @@ import threading
 
 from pala.comm.base import Bytes, Communicator, Received, Receiver
 from pala.config import Config
-from pala.exchange.budget import Stop, budget_of
-from pala.exchange.sleeping import Beginning, Sleeping
+from pala.exchange.budget import Beginning, Stop, budget_of
+from pala.exchange.sleeping import Sleeping
 from pala.exchange.wire import NOTHING, Message, Refusal, Wire
 from pala.gorila.members import Members
 from pala.gorila.messages import ABOUT_MEMBERS, Kind

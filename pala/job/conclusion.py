@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from pala.config import Config
-from pala.evaluation.acting import Acting
 from pala.evaluation.record import Evaluation, save
-from pala.evaluation.scoring import evaluate
+from pala.evaluation.scoring import Acting, evaluate
 from pala.job.request import Result
 from pala.report.plot import plot
 from pala.run import checkpoint, run_folder

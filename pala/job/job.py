@@ -16,8 +16,7 @@ from pala.system.tables import flatten
 from pala.system.text import counted
 
 if TYPE_CHECKING:  # numpy, whose thread pools are sized when it loads
-    from pala.exchange.budget import Stop
-    from pala.exchange.sleeping import Beginning
+    from pala.exchange.budget import Beginning, Stop
 
 
 class RunInfo(NamedTuple):

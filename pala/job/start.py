@@ -12,16 +12,15 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pala.algorithms import ALGORITHMS
 from pala.comm.agreement import collectively, from_first
-from pala.comm.alone import Alone
 from pala.comm.base import Communicator
 from pala.config import Config
 from pala.envs.vector import Envs
 from pala.exchange.base import Exchange
-from pala.exchange.sleeping import Beginning, Sleeping
+from pala.exchange.budget import Beginning
 from pala.job.header import describe, header
 from pala.job.job import Job, RunInfo
 from pala.job.request import Request, Result
@@ -33,6 +32,9 @@ from pala.run.run import Run, locked_too, note_failure, open_run
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.output import say, tell
+
+if TYPE_CHECKING:
+    from pala.exchange.sleeping import Sleeping
 
 
 def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
@@ -153,6 +155,8 @@ def take_place(
     """Start a spare that is needed: build, ask others for a model, train. Returns None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; the others continue without
     it."""
+    from pala.comm.alone import Alone
+
     alone, rank = Alone(job.comm.host), job.comm.rank
     run = Run(info.folder, info.segment, info.previous, info.config, rank, job.hosts)
     with ExitStack() as stack:

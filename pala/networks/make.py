@@ -1,17 +1,36 @@
-"""Makes the tape that a configuration asks for."""
+"""Makes the actor-critic and the tape that a configuration asks for."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import gymnasium
-import numpy as np
-import torch
 from torch import Tensor
 
-from pala.config import NetworkConfig
+from pala.config import Config, NetworkConfig
 from pala.networks.conv_tape import ConvTape
-from pala.networks.network import Network, TrunkNetwork
+from pala.networks.distributions import distribution_of
+from pala.networks.network import ActorCritic, Network, TrunkNetwork
 from pala.networks.tape import AutogradTape, Tape
 from pala.system.errors import PalaError
+
+if TYPE_CHECKING:
+    from pala.networks.own import MakeNetwork
+
+
+def actor_critic(
+    observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config,
+    make_network: MakeNetwork | None = None,
+) -> Network:  # fmt: skip
+    """Return PALA's network with two heads, or the user's own. Raises PalaError."""
+    if make_network is None and not config.network.custom:
+        return ActorCritic(observation_space, action_space, config.network, config.env)
+    from pala.networks.own import OwnNetwork, own_network
+
+    own = own_network(config, make_network)
+    assert own is not None
+    distribution = distribution_of(action_space)
+    return OwnNetwork(own, observation_space, distribution, (distribution.num_outputs, 1), config.env)
 
 
 def make_tape(network: Network, config: NetworkConfig, max_passes: int, observations: Tensor) -> Tape:
@@ -43,8 +62,3 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
     from pala.networks.graphed_tape import GraphedTape
 
     return GraphedTape(tape, observations, max_passes)
-
-
-def blank_observations(space: gymnasium.Space, count: int, device: torch.device) -> Tensor:
-    """Return `count` observations of a space, all zeros: an example for `make_tape`."""
-    return torch.from_numpy(np.zeros((count, *(space.shape or ())), space.dtype)).to(device)

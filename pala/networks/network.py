@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 import gymnasium
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -209,6 +210,11 @@ def _mlp_trunk(inputs: int, hidden: Iterable[int]) -> tuple[nn.Sequential, int]:
         layers += [orthogonal(nn.Linear(inputs, width), math.sqrt(2)), nn.Tanh()]
         inputs = width
     return nn.Sequential(*layers), inputs
+
+
+def blank_observations(space: gymnasium.Space, count: int, device: torch.device) -> Tensor:
+    """Return `count` observations of a space, all zeros: an example for `make_tape`."""
+    return torch.from_numpy(np.zeros((count, *(space.shape or ())), space.dtype)).to(device)
 
 
 class FlatParameters:

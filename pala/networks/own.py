@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from pala.config import Config, EnvConfig
-from pala.networks.distributions import Distribution, distribution_of
-from pala.networks.make import blank_observations
-from pala.networks.network import ActorCritic, Network
+from pala.networks.distributions import Distribution
+from pala.networks.network import Network, blank_observations
 from pala.system.errors import PalaError
 from pala.system.names import import_named, parse_call
 
@@ -60,20 +59,6 @@ def _named(text: str) -> MakeNetwork:
             raise PalaError(f"{_SOURCE}: '{text}' makes no network ({type(error).__name__}: {error}).") from error
 
     return make_network
-
-
-def actor_critic(
-    observation_space: gymnasium.Space,
-    action_space: gymnasium.Space,
-    config: Config,
-    make_network: MakeNetwork | None = None,
-) -> Network:
-    """Return PALA's actor-critic, or the user's own network."""
-    own = own_network(config, make_network)
-    if own is None:
-        return ActorCritic(observation_space, action_space, config.network, config.env)
-    distribution = distribution_of(action_space)
-    return OwnNetwork(own, observation_space, distribution, (distribution.num_outputs, 1), config.env)
 
 
 class OwnNetwork(Network):

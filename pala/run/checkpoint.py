@@ -29,16 +29,6 @@ OF_ANOTHER_ALGORITHM = "The checkpoints are of another algorithm than the run; i
 _COUNTS = ("updates", "applied", "own_steps", "base_steps", "round", "spares")
 _STREAM = "random."
 
-ACTOR_CRITIC = (
-    {"parameters", "mean_square"},  # of the whole network; RMSprop's mean squares
-    {"parameters", "mean_square", "movement"},  # and quasi-global momentum's mean movement
-)
-_CONTENTS = (
-    *ACTOR_CRITIC,
-    {"parameters", "squares", "target"},  # Gorila: a shard's slices; the optimiser's squares; the target network
-    set[str](),  # Gorila: a rank that serves no shard
-)
-
 
 @dataclass
 class RankState:
@@ -47,7 +37,7 @@ class RankState:
     rank: int
     ranks: int
     signature: int  # of the network's layout
-    tensors: dict[str, Tensor]  # flat float32, all of one length; which: `_CONTENTS`
+    tensors: dict[str, Tensor]  # flat float32, all of one length; which: as the algorithm's `Agent.state` says
     random_states: dict[str, Tensor]  # generator name -> uint8
     counters: dict[str, Any]
     """JSON: the rank's `Counters`, whose `local_steps` are called `own_steps`; the fields of `ExchangeState`, whose
@@ -288,12 +278,10 @@ def _are_vectors(state: RankState, parameters: int | None) -> bool:
     flat, streams = state.tensors, state.random_states.values()
     lengths = {len(tensor) for tensor in flat.values() if tensor.dim() == 1}
     return (
-        set(flat) in _CONTENTS
-        and all(tensor.dim() == 1 and tensor.dtype == torch.float32 for tensor in flat.values())
+        all(tensor.dim() == 1 and tensor.dtype == torch.float32 for tensor in flat.values())
         and all(tensor.dim() == 1 and tensor.dtype == torch.uint8 for tensor in streams)
         and len(lengths) <= 1
         and (parameters is None or all(length <= parameters for length in lengths))
-        and (parameters is None or set(flat) not in ACTOR_CRITIC or lengths == {parameters})
     )
 
 

@@ -7,10 +7,20 @@ import math
 from typing import Any
 
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.actions import Accept, Action, Clear, Close, Keep, Mix, Move, Pull, SendControl, SendModel
 from pala.exchange.gossip.driver import GossipDriver, Opened
-from pala.exchange.gossip.messages import Kind
-from pala.exchange.gossip.mixing import gained
+from pala.exchange.gossip.messages import (
+    Accept,
+    Action,
+    Clear,
+    Close,
+    Keep,
+    Kind,
+    Mix,
+    Move,
+    Pull,
+    SendControl,
+    SendModel,
+)
 from pala.exchange.gossip.one_way import OneWay
 from pala.exchange.gossip.paired import Paired
 from pala.exchange.gossip.protocol import GossipProtocol
@@ -38,7 +48,7 @@ class CountsReceivedWeightTwice(OneWay):
     def _mix(self, s, give_credit):
         received = sum(s.inbox.values())
         actions = super()._mix(s, give_credit)
-        s.weight = gained(self._mixing, s.weight, received)
+        s.weight = self._mixing.gained(s.weight, received)
         return actions
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.actions import Action, GoOn, Heal, Mix, SendControl, SendModel, Wait
 from pala.exchange.gossip.driver import make_protocol
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import Action, GoOn, Heal, Kind, Mix, SendControl, SendModel, Wait
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState, Rules
 from pala.exchange.wire import Format, Message

@@ -1,8 +1,9 @@
 """Codecs: models from parameters to bytes and back, and into the average of the received ones.
 
 One class a value of `exchange.compression`, used by every rank of a run alike. A codec knows weights, but not the rule
-that gives them (`mixing.py`), and no message. What came from others is checked and summed where it was received, on the
-host, also if the parameters are on a GPU: there it was no faster. The memory of whole messages is in `models.py`.
+that gives them (`MixingRule`), and no message. What came from others is checked and summed where it was received,
+on the host, also if the parameters are on a GPU: there it was no faster. The memory of whole messages is in
+`models.py`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ import numpy as np
 from pala.comm.base import Bytes, Packet, Received, Receiver, Transport
 from pala.config.catalogue import RULES
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.actions import (
+from pala.exchange.gossip.messages import (
+    NEWS,
     Accept,
     Action,
     Clear,
@@ -34,6 +35,7 @@ from pala.exchange.gossip.actions import (
     GoOn,
     Heal,
     Keep,
+    Kind,
     Mix,
     Move,
     Pull,
@@ -41,9 +43,6 @@ from pala.exchange.gossip.actions import (
     SendModel,
     Wait,
 )
-from pala.exchange.gossip.messages import NEWS, Kind
-from pala.exchange.gossip.one_way import OneWay
-from pala.exchange.gossip.paired import Paired
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState, Rules
 from pala.exchange.wire import Message, Refusal, Wire
@@ -57,7 +56,13 @@ MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much
 
 def make_protocol(rules: Rules) -> GossipProtocol:
     """Return the protocol that the rules' mixing needs."""
-    return Paired(rules) if RULES[rules.mixing].by_pairs else OneWay(rules)
+    if RULES[rules.mixing].by_pairs:
+        from pala.exchange.gossip.paired import Paired
+
+        return Paired(rules)
+    from pala.exchange.gossip.one_way import OneWay
+
+    return OneWay(rules)
 
 
 class Opened(NamedTuple):

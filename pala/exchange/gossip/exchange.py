@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,15 @@ from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.models import TensorModels
-from pala.exchange.gossip.sleeping import SleepingGossip
 from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import say
 from pala.system.waiting import LongWait, wait_asleep
+
+if TYPE_CHECKING:
+    from pala.exchange.gossip.sleeping import SleepingGossip
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end

@@ -1,11 +1,12 @@
-"""The kinds of messages that gossip sends, and what each may hold. Pure."""
+"""The messages that gossip sends, and what its protocol asks the driver to do: its actions. Pure."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from pala.exchange.wire import NOTHING, Sizes
+from pala.exchange.wire import NOTHING, Message, Sizes
 
 
 class Kind(enum.IntEnum):
@@ -31,3 +32,82 @@ def gossip_sizes(model: Sizes, kinds: Iterable[Kind] = Kind) -> dict[Kind, Sizes
     """Return the numbers of bytes that a message of each of these kinds may have behind its counters, if models have
     these sizes."""
     return {kind: model if kind in WITH_MODEL else NOTHING for kind in kinds}
+
+
+# ---- actions ---------------------------------------------------------------------------------------------------------
+
+
+class SendModel(NamedTuple):
+    """Take a snapshot of this rank's model and send it to these peers. An offer's snapshot is kept until `Move` or
+    `Close`; an answer holds those parameters that the offer from its peer held."""
+
+    message: Message
+    peers: tuple[int, ...]
+    whole: bool  # not only a part of it
+
+
+class SendControl(NamedTuple):
+    """Send a message without a model."""
+
+    message: Message
+    peer: int
+
+
+class Accept(NamedTuple):
+    """Add the model that has just come to the inbox."""
+
+    weight: float  # what it counts
+
+
+class Clear(NamedTuple):
+    """Forget the models in the inbox."""
+
+
+class Mix(NamedTuple):
+    """x <- (own_weight x + sum of weight m) / (own_weight + sum of weight), over the inbox's models m. Empties it."""
+
+    own_weight: float
+    num_models: int
+
+
+class Pull(NamedTuple):
+    """x <- x + fraction sum of (m - x), over the inbox's models m, which are offers. Empties it."""
+
+    fraction: float
+    num_models: int
+
+
+class Keep(NamedTuple):
+    """The model that has just come answers the offer to this peer: keep the difference, m - s."""
+
+    peer: int
+
+
+class Move(NamedTuple):
+    """x <- x + fraction (m - s), where m answered the offer s to this peer; forget the offer."""
+
+    peer: int
+    fraction: float
+
+
+class Close(NamedTuple):
+    """Forget the offer to this peer, and its answer if it came."""
+
+    peer: int
+
+
+class Heal(NamedTuple):
+    """x <- sum of weight m / sum of weight: this rank's own model is of no use. Empties the inbox."""
+
+    num_models: int
+
+
+class Wait(NamedTuple):
+    """Do not begin the next update: ask again when something has come, or time has passed."""
+
+
+class GoOn(NamedTuple):
+    """The next update may begin."""
+
+
+Action = SendModel | SendControl | Accept | Clear | Mix | Pull | Keep | Move | Close | Heal | Wait | GoOn

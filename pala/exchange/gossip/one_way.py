@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.actions import Action, GoOn, SendModel, Wait
-from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
-from pala.exchange.gossip.mixing import gained, share
+from pala.exchange.gossip.messages import WITHOUT_MODEL, Action, GoOn, Kind, SendModel, Wait
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState
 from pala.exchange.wire import Message
@@ -43,7 +41,7 @@ class OneWay(GossipProtocol):
         for peer in peers:
             s.lock.acquire(peer, s.now_s)
             s.owed.remove(peer)
-        s.weight = share(self._mixing, s.weight, len(peers))
+        s.weight = self._mixing.share(s.weight, len(peers))
         return [SendModel(self._message(s, Kind.MODEL, s.weight), peers, whole)]
 
     def _take_in(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
@@ -59,5 +57,5 @@ class OneWay(GossipProtocol):
         """Refuse a second model before the first was mixed: its sender held one credit too many, as from a message that
         was damaged on its way. The first model's credit covers both."""
         s.counts["models_refused"] += 1
-        s.weight = gained(self._mixing, s.weight, message.weight)
+        s.weight = self._mixing.gained(s.weight, message.weight)
         return []

@@ -24,8 +24,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.actions import Action, Clear, Close, GoOn, Keep, Move, Pull, SendModel, Wait
-from pala.exchange.gossip.messages import WITHOUT_MODEL, Kind
+from pala.exchange.gossip.messages import (
+    WITHOUT_MODEL,
+    Action,
+    Clear,
+    Close,
+    GoOn,
+    Keep,
+    Kind,
+    Move,
+    Pull,
+    SendModel,
+    Wait,
+)
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState, Offer, Rules
 from pala.exchange.wire import Message

@@ -1,7 +1,7 @@
 """The gossip protocol of one rank as transitions of its state: no MPI, no torch, no threads, no clock, no I/O.
 
 Events go in: `update_finished`, `message_came`, `peer_died`, `end`, what the `clock` says, and `advance`, by which a
-rank asks to continue. Each gives the actions (`actions.py`) that its driver is to carry out, in that order. So the
+rank asks to continue. Each gives the actions (`messages.py`) that its driver is to carry out, in that order. So the
 order of things stands here, once; the driver (`driver.py`) is the same over MPI, threads and a simulated network. All
 that a rank remembers is in its `GossipState` (`state.py`), the first argument `s` of every event.
 
@@ -16,7 +16,7 @@ After each update, a rank
 A peer that has held a model for `patience_s` is *silent*; a rank that finds that it was itself away for that time
 *returns*. Here is what all ranks do; how models travel is in `one_way.py` and `paired.py`. Why all this is so:
 docs/architecture.md, "One update, seen from one rank"; for models that travel in parts "Compression". What models weigh
-is the mixing rule's (`mixing.py`).
+is the mixing rule's (`MixingRule`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from typing import ClassVar
 
 from pala.config.catalogue import RULES
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.actions import Accept, Action, Clear, Heal, Mix, SendControl
-from pala.exchange.gossip.messages import Kind
-from pala.exchange.gossip.mixing import counted, gained
+from pala.exchange.gossip.messages import Accept, Action, Clear, Heal, Kind, Mix, SendControl
 from pala.exchange.gossip.state import GossipState, Rules
 from pala.exchange.gossip.topology import GRAPHS
 from pala.exchange.wire import Message
@@ -51,7 +49,7 @@ class GossipProtocol(abc.ABC):
     def new_state(self, budget: StepBudget, weight: float = 1.0, round_: int = 0) -> GossipState:
         """Return the state of a rank before its first update."""
         num_sends = budget.rank * self.rules.whole_every // budget.size  # whole models not all at the same time
-        return GossipState(budget, counted(self._mixing, weight), round_, num_sends)
+        return GossipState(budget, self._mixing.counted(weight), round_, num_sends)
 
     # ---- events --------------------------------------------------------------------------------------------------
 
@@ -130,7 +128,7 @@ class GossipProtocol(abc.ABC):
             self._joined(s, message.sender)
         if s.has_left:
             if message.kind is Kind.MODEL:
-                s.weight = gained(self._mixing, s.weight, message.weight)
+                s.weight = self._mixing.gained(s.weight, message.weight)
             return self._tell_stop(s)
         return self._take_in(s, message, took_s, late, rejected) + self._tell_stop(s)
 
@@ -245,13 +243,13 @@ class GossipProtocol(abc.ABC):
         if stale or rejected:  # it counts in its round; its weight stays with this rank
             s.counts["models_refused" if rejected else "models_stale"] += 1
             s.num_rejected += 1
-            s.weight = gained(self._mixing, s.weight, message.weight)
+            s.weight = self._mixing.gained(s.weight, message.weight)
             return self._return_credit(s, sender)
         dropped = self._drop_parts(s)  # now, or they would be part of what takes the model's place
         s.counts["models_received"] += 1
         s.whole_came |= message.format.is_whole
         s.gave_up = False
-        s.inbox[sender] = counted(self._mixing, message.weight)
+        s.inbox[sender] = self._mixing.counted(message.weight)
         return [*dropped, Accept(s.inbox[sender])]
 
     def _is_stale(self, s: GossipState, sender: int, took_s: float, late: bool) -> bool:
@@ -290,7 +288,7 @@ class GossipProtocol(abc.ABC):
         s.num_rejected += len(s.inbox)
         senders = list(s.inbox)
         for weight in s.inbox.values():
-            s.weight = gained(self._mixing, s.weight, weight)
+            s.weight = self._mixing.gained(s.weight, weight)
         s.inbox.clear()
         return [Clear(), *itertools.chain.from_iterable(self._return_credit(s, sender) for sender in senders)]
 
@@ -307,7 +305,7 @@ class GossipProtocol(abc.ABC):
         s.healthy, s.asks_again_s = True, math.inf  # a rank that had no model has one now
         s.whole_came = s.returning = s.gave_up = False
         s.num_rejected = s.staleness = 0
-        s.weight = gained(self._mixing, s.weight, received)
+        s.weight = self._mixing.gained(s.weight, received)
         return [mix, *(SendControl(self._reply(s, Kind.CREDIT, peer), peer) for peer in senders if give_credit)]
 
     def _tell_stop(self, s: GossipState) -> list[Action]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pala.comm.base import Communicator
 from pala.config import Config
-from pala.exchange.budget import Stop, budget_of
+from pala.exchange.budget import Beginning, Stop, budget_of
 from pala.exchange.gossip.driver import GossipDriver, NoModels, make_protocol
 from pala.exchange.gossip.messages import WITHOUT_MODEL
 from pala.exchange.gossip.state import Rules
-from pala.exchange.sleeping import Beginning, Sleeping
+from pala.exchange.sleeping import Sleeping
 from pala.exchange.wire import NOTHING, Wire
 from pala.system.interrupt import Interrupt
 

@@ -84,17 +84,18 @@ def parse(arguments: list[str]) -> Command:
     config = load_preset(first.preset) if first.preset else Config()
     command = read_command(_PROGRAM, arguments, replace(first, config=config))
     check(command.config, source="Command line")
-    if command.config.algorithm == "gorila" and command.exchanges:
+    has_one_exchange = command.config.exchange_kind.of_algorithm
+    if has_one_exchange and command.exchanges:
         raise PalaError("'--exchanges' is for A2C: Gorila has one way to exchange, its roles; leave it out.")
-    if command.config.algorithm == "gorila" and command.config.gorila.roles == "separate":
+    if has_one_exchange and command.config.gorila.roles == "separate":
         raise PalaError(
             "'gorila.roles' is 'separate', whose steps/s say little: actors play on though learners fall behind. The "
             "benchmark measures 'bundled'."
         )
     command = _completed(command)
-    if command.config.algorithm == "a2c":
+    if not has_one_exchange:
         check_choices("exchanges", command.exchanges, exchange_kinds())
-    if command.quick and command.config.algorithm == "a2c" and BASELINE not in command.exchanges:
+    if command.quick and not has_one_exchange and BASELINE not in command.exchanges:
         raise PalaError(f"'--quick' compares exchanges with '{BASELINE}': add it to '--exchanges'.")
     check_choices("precisions", command.precisions, _PRECISIONS)
     if not all(ranks >= 1 for ranks in command.ranks):
@@ -118,8 +119,8 @@ def _completed(command: Command) -> Command:
     powers = tuple(2**i for i in range(cores.bit_length()))
     ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
     usual = (BASELINE, "gossip") if command.quick else exchange_kinds()
-    if command.config.algorithm == "gorila":
-        usual = ("gorila",)
+    if command.config.exchange_kind.of_algorithm:
+        usual = (command.config.exchange_kind.name,)
     exchanges = tuple(dict.fromkeys(command.exchanges)) or usual
     seconds = min(1.5, _QUICK_ROUND_S / len(exchanges)) if command.quick else 5.0
     return replace(
@@ -151,7 +152,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
         jobs = [job | {"rounds": job["rounds"] + rounds} for job, rounds in zip(jobs, more, strict=True)]
     costs: dict[str, float] = {}
     costs_in_jobs: dict[str, float] = {}
-    if command.config.algorithm == "a2c" and stop is None:
+    if not command.config.exchange_kind.of_algorithm and stop is None:
         try:
             for ranks in _PROTOCOL_RANKS:
                 costs[str(ranks)] = round(protocol_cost_us(ranks), 2)

@@ -32,9 +32,9 @@ from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Wire
 from pala.gorila.agent import GorilaAgent
 from pala.networks.conv_tape import fast_linear
+from pala.networks.make import actor_critic
 from pala.networks.network import Network
 from pala.networks.optimisers import clip_gradient_, rmsprop_
-from pala.networks.own import actor_critic
 from pala.run.agent import Agent, ExchangeT
 from pala.run.loop import Loop
 from pala.run.metrics import SECTIONS, Record

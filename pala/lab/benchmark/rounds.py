@@ -40,8 +40,6 @@ from pala.system.seeding import derive
 _WARM_UP_UPDATES = 12
 _PART_SHARE = 0.2  # of a training measurement's time
 
-GORILA = "gorila"  # in the place of an exchange, of which that algorithm has one
-
 Key = tuple[str, str]  # precision, exchange
 
 
@@ -58,8 +56,10 @@ class Rounds:
         slowdown = request.slowdown if comm.rank == comm.size - 1 else 1.0
         self.envs = ContinuedEnvs(envs, self.seeds, threads, slowdown)
         self.left_out: dict[str, str] = {}
-        self.is_gorila = config.algorithm == GORILA
-        self.exchanges = [GORILA] if self.is_gorila else [kind for kind in request.exchanges if self._is_possible(kind)]
+        self.is_gorila = config.exchange_kind.of_algorithm
+        self.exchanges = [config.exchange_kind.name]
+        if not self.is_gorila:
+            self.exchanges = [kind for kind in request.exchanges if self._is_possible(kind)]
         if not self.exchanges:
             raise CollectiveError(f"No exchange is left to be measured. {' '.join(self.left_out.values())}")
         first = self._build(config)
@@ -89,7 +89,7 @@ class Rounds:
         config = replace(self.config, network=with_precision)
         self.agents[precision] = agent = self._build(config)
         if isinstance(agent, GorilaAgent):
-            self.trials[precision, GORILA] = gorila.GorilaTrial(self.comm, config, self.envs)
+            self.trials[precision, config.exchange_kind.name] = gorila.GorilaTrial(self.comm, config, self.envs)
             return
         for kind in self.exchanges:
             exchange = replace(config.exchange, kind=cast(Any, kind))

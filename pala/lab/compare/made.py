@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pala.algorithms import ALGORITHMS
 from pala.config import Config, to_table
 from pala.config.facts import facts_of
 from pala.config.influence import differences, settings_that_matter
@@ -39,7 +40,8 @@ def fingerprint(config: Config, ranks: int | None, own_environment: bool = False
 
 def _scored_by(config: Config) -> list[str]:
     """Return the settings of `evaluation` by which `pala.evaluate` scores a run, unless it makes no result of it."""
-    is_read = {"epsilon": config.algorithm == "gorila", "max_episode_steps": not config.env.is_atari}
+    explores = ALGORITHMS[config.algorithm].epsilon(config) is not None
+    is_read = {"epsilon": explores, "max_episode_steps": not config.env.is_atari}
     return [key for key, holds in is_read.items() if holds]
 
 
