@@ -67,7 +67,7 @@ def a2c_loss(
 def advantages_and_returns(
     rewards_TB: Tensor, ended_TB: Tensor, values_TB: Tensor, bootstrap_B: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16); lambda = 1 gives n-step returns (A3C, alg. S3).
+    """Estimate advantages by GAE (arXiv 1506.02438, eq. 16); lambda = 1 gives n-step returns (A3C, alg. S3).
 
     | symbol | shape | meaning |
     |---|---|---|

@@ -40,15 +40,15 @@ class Acting:
     greedy: bool = False
     """The most probable action instead of a sampled one; of Gorila never a random one."""
     seed: int = 0
-    """Of the environments and of sampled actions."""
+    """Seed of the environments and of sampled actions."""
     threads: int = 1
-    """Of torch and Atari."""
+    """Threads of torch and Atari."""
     trust_run: bool = False
     """Run the code that the run names though it came from elsewhere."""
     best: bool = False
-    """As of `load_policy`."""
+    """Take the best policy that was kept during training, not the final one."""
     other_settings: Mapping[str, float] = field(default_factory=dict)
-    """In place of the run's own: `OTHER_SETTINGS`."""
+    """Settings in place of the run's own: `OTHER_SETTINGS`."""
 
     def __post_init__(self) -> None:
         check_numbers(seed=(self.seed, 0), threads=(self.threads, 1))

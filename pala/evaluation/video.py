@@ -202,7 +202,7 @@ def enlarged(picture: np.ndarray) -> np.ndarray:
 
 
 class Window:
-    """Shows pictures until somebody closes it. Raises PalaError where there can be none."""
+    """Shows pictures until it is closed. Raises PalaError where there can be none."""
 
     def __init__(self, title: str) -> None:
         os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
@@ -221,13 +221,14 @@ class Window:
         self._title, self._clock, self._screen = title, self._pygame.time.Clock(), None
 
     def show(self, picture: np.ndarray, frames_per_s: float) -> bool:
-        """RGB uint8 [H, W, 3]; waits until it is time for it, by so many a second. False when the window was closed."""
+        """Show a picture, RGB uint8 [H, W, 3], when it is time for it at `frames_per_s`. Returns False when the window
+        was closed."""
         self._draw(enlarged(picture).swapaxes(0, 1))
         self._clock.tick(frames_per_s)
         return not any(self._is_end(event) for event in self._pygame.event.get())
 
     def close(self) -> None:
-        """Take it away."""
+        """Close the window."""
         self._pygame.display.quit()
 
     def _draw(self, picture: np.ndarray) -> None:
