@@ -83,7 +83,7 @@ class Learner(Loop):
         return self._interrupt.signal is not None or (self._ends_alone and self._exchange.stop is not Stop.NONE)
 
     def step(self, loss: Loss) -> UpdateResult:
-        """One step along the gradient."""
+        """Make one step along the gradient."""
         with self._watch.section("update"):
             result = self._a2c.step(loss, self._learning_rate(), self._learners)
         self.counters.updates += 1
@@ -94,7 +94,7 @@ class Learner(Loop):
         return result
 
     def _play(self) -> tuple[Rollout, Tensor]:
-        """`rollout_steps` steps of all environments, and V after the last one [B]."""
+        """Play `rollout_steps` steps in all environments; return V after the last one [B]."""
         rollout, distribution = Rollout(), self._a2c.distribution
         with self._watch.section("inference"):
             self._tape.begin()
@@ -124,7 +124,8 @@ class Learner(Loop):
             return rollout, self._value(self.observations)
 
     def _rewards(self, step: Step, ended_B: Tensor) -> Tensor:
-        """Rewards [B]; where a time limit cut the episode, with the discounted value of what would have followed."""
+        """Return the rewards [B]; where a time limit cut the episode, add the discounted value of what would have
+        followed."""
         rewards_B = self._to_device(step.rewards)
         if self._normalization is not None:
             rewards_B = self._normalization.rewards(rewards_B, ended_B)
@@ -134,7 +135,7 @@ class Learner(Loop):
         return rewards_B
 
     def _value(self, observations: Tensor) -> Tensor:
-        """V of any number of observations, for bootstrapping."""
+        """Return V of any number of observations, for bootstrapping."""
         _, value = self._tape.peek(observations)
         return value.squeeze(-1)
 
@@ -156,8 +157,8 @@ class Learner(Loop):
             self._report_left_out(healthy, finite)
 
     def _report_left_out(self, healthy: bool, finite: bool) -> None:
-        """Say so of an update; of one for which another rank is to blame, that rank does. Raises PalaError, or EndError
-        where the others cannot go on without this rank, if there is no way on."""
+        """Report that an update was left out, unless another rank is to blame, which reports it. If this rank cannot
+        continue, raises PalaError, or EndError where the others cannot continue without it."""
         where, fault = f"[rank {self._rank}] update {self.counters.updates}", ""
         culprits = ", ".join(map(str, self._exchange.culprits))
         if not culprits:
@@ -200,9 +201,11 @@ class Learner(Loop):
         self.counters.applied += result.applied
         if result.applied:
             self._means.add(
-                loss_policy=result.loss.policy, loss_value=result.loss.value, entropy=result.loss.entropy,
+                loss_policy=result.loss.policy,
+                loss_value=result.loss.value,
+                entropy=result.loss.entropy,
                 gradient_norm=result.gradient_norm,
-            )  # fmt: skip
+            )
 
     def _interval_figures(self, seconds: float) -> Record:
         before, now = self._logged, replace(self.counters)
@@ -210,13 +213,16 @@ class Learner(Loop):
         exchange = self._exchange.metrics()
         own, moved = self._movement.take()
         distance, norm = exchange.get("consensus_distance"), float(self._a2c.learned.norm())
-        return self._means.take() | exchange | {
+        return {
+            **self._means.take(),
+            **exchange,
             "updates_skipped": (now.updates - before.updates) - (now.applied - before.applied),
             "local_steps_per_s": (now.local_steps - before.local_steps) / seconds,
             "learning_rate": self._learning_rate(),
-            "own_movement": own, "movement": moved,
+            "own_movement": own,
+            "movement": moved,
             "consensus_distance_relative": distance / norm if distance is not None and norm > 0 else None,
-        }  # fmt: skip
+        }
 
 
 _ADVICE = "Resume from the last checkpoint with a smaller 'a2c.learning_rate', or look at the environment's rewards."

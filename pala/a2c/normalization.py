@@ -18,8 +18,10 @@ class Normalization:
     """
 
     def __init__(self, flat: FlatParameters, gamma: float) -> None:
-        """`flat`: of an `ActorCritic`, whose names of the moments are used here."""
-        self._flat, self._gamma, self._of = flat, gamma, flat.moments
+        """`flat`: parameters of an `ActorCritic`; its names of the moments are used here."""
+        self._flat = flat
+        self._gamma = gamma
+        self._of = flat.moments
         self._samples: dict[str, list[Tensor]] = {what: [] for what in self._of}
         self._returns_B: Tensor | None = None
 
@@ -55,7 +57,7 @@ class Normalization:
             self._of[what].see(seen)
 
     def is_finite(self) -> bool:
-        """Whether what was gathered is."""
+        """Return whether the gathered figures are finite."""
         return bool(self._flat.gradient[self._flat.num_learned :].isfinite().all())
 
     def learn(self, healthy: bool) -> None:

@@ -43,19 +43,28 @@ class Loss(NamedTuple):
 
 
 def a2c_loss(
-    distribution: Distribution, policy_TBA: Tensor, values_TB: Tensor, rollout: Rollout,
-    bootstrap_B: Tensor, config: A2CConfig,
-) -> Loss:  # fmt: skip
-    """policy + value_coefficient * value - entropy_coefficient * entropy (A3C, section 4; GALA, released settings).
+    distribution: Distribution,
+    policy_TBA: Tensor,
+    values_TB: Tensor,
+    rollout: Rollout,
+    bootstrap_B: Tensor,
+    config: A2CConfig,
+) -> Loss:
+    """Return policy + value_coefficient * value - entropy_coefficient * entropy (A3C, section 4; GALA, released
+    settings).
 
     policy = -mean(log pi(a) * advantage), value = mean((return - V)^2). The rollout's network outputs are given apart
     (stacked: policy outputs [T, B, A], values [T, B]), to be differentiated by. `bootstrap_B`: V after the last step.
     """
     with torch.no_grad():
         advantages_TB, returns_TB = advantages_and_returns(
-            torch.stack(rollout.rewards), torch.stack(rollout.ended), values_TB, bootstrap_B,
-            config.gamma, config.gae_lambda,
-        )  # fmt: skip
+            torch.stack(rollout.rewards),
+            torch.stack(rollout.ended),
+            values_TB,
+            bootstrap_B,
+            config.gamma,
+            config.gae_lambda,
+        )
     log_prob_TB, entropy_TB = distribution.log_prob_and_entropy(policy_TBA, torch.stack(rollout.actions))
     policy = -(log_prob_TB * advantages_TB).mean()
     value = (returns_TB - values_TB).square().mean()
@@ -101,7 +110,10 @@ class A2C:
     """The optimiser's state and one update of a network's flat parameters: its gradient, then a step along it."""
 
     def __init__(self, distribution: Distribution, tape: Tape, flat: FlatParameters, config: A2CConfig) -> None:
-        self.distribution, self.tape, self.flat, self._config = distribution, tape, flat, config
+        self.distribution = distribution
+        self.tape = tape
+        self.flat = flat
+        self._config = config
         self.normalization: Normalization | None = None
         if flat.moments:
             from pala.a2c.normalization import Normalization
@@ -133,7 +145,8 @@ class A2C:
         return self.flat.data[: self.flat.num_learned]
 
     def restart_mean_square(self, updates: int) -> None:
-        """Forget them after so many updates: those of parameters that were not finite are not either."""
+        """Set the mean squares to zero, and warm up from update `updates` on: those of parameters that were not finite
+        are not finite either."""
         self.mean_square.zero_()
         self.warms_up_from = updates
         self._usual_square, self._num_norms = None, 0
@@ -144,8 +157,8 @@ class A2C:
             self._momentum.restart()
 
     def step(self, loss: Loss, learning_rate: float, learners: int = 1) -> UpdateResult:
-        """Clip the gradient in `flat.gradient`, as one of so many `learners`, and take one optimiser step, unless it is
-        not finite."""
+        """Clip the gradient in `flat.gradient`, as one of `learners` learners, and take one optimiser step, unless it
+        is not finite."""
         config, learned = self._config, slice(self.flat.num_learned)
         gradient = self.flat.gradient[learned]
         norm = clip_gradient_(gradient, config.max_gradient_norm, learners, self._usual_square)
@@ -158,9 +171,14 @@ class A2C:
             if self._momentum is not None:
                 self._momentum.push_()
             rmsprop_(
-                self.learned, gradient, self.mean_square[learned], learning_rate,
-                config.rmsprop_alpha, config.rmsprop_epsilon, config.rmsprop_epsilon_inside_root,
-            )  # fmt: skip
+                self.learned,
+                gradient,
+                self.mean_square[learned],
+                learning_rate,
+                config.rmsprop_alpha,
+                config.rmsprop_epsilon,
+                config.rmsprop_epsilon_inside_root,
+            )
         return UpdateResult(loss, norm, finite)
 
     def _count_norm(self, norm: float, learners: int) -> None:
@@ -172,8 +190,8 @@ class A2C:
         self._usual_square = before + (square - before) / min(self._num_norms, _NORM_HORIZON)
 
     def differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
-        """The rollout's loss; its gradient goes to `flat.gradient`: autograd down to the network's outputs, then the
-        tape."""
+        """Return the rollout's loss, and write its gradient to `flat.gradient`: autograd goes down to the network's
+        outputs, the tape from there."""
         policy_TBA = torch.stack(rollout.policy_outputs).requires_grad_()
         values_TB = torch.stack(rollout.values).requires_grad_()
         loss = a2c_loss(self.distribution, policy_TBA, values_TB, rollout, bootstrap_B, self._config)

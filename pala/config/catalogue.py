@@ -1,4 +1,5 @@
-"""What there is to choose from, one row each: kinds of exchange, rules of mixing, topologies. Pure: no torch, no MPI.
+"""The tables of choices: kinds of exchange, mixing rules, topologies, each with one row a choice. Pure: no torch, no
+MPI.
 
 Programs ask a row instead of comparing names. `pala/exchange/` makes what the rows describe.
 """
@@ -41,8 +42,8 @@ class ExchangeKind:
 
     @property
     def coupling(self) -> int:
-        """How close the ranks' models are: 0 unrelated, 1 mixed, 2 the same. Ranks continue from models of their own
-        only where those are as close."""
+        """Closeness of the ranks' models: 0 unrelated, 1 mixed, 2 equal. A resumed rank continues from its own
+        checkpoint only if the models were at least as close there."""
         return 2 if self.averages_gradients else 0 if self.independent else 1
 
 
@@ -66,7 +67,7 @@ GORILA = ExchangeKind("gorila", of_algorithm=True, outlives_ranks=True, replaces
 
 @dataclass(frozen=True)
 class MixingRule:
-    """What models weigh when they are averaged: a value of `exchange.mixing`.
+    """A value of `exchange.mixing`: the weights of models in an average.
 
     A mix of a rank's own model x, whose weight is w, with models m that carry weights v is
 
@@ -109,7 +110,7 @@ RULES: Mapping[str, MixingRule] = {rule.name: rule for rule in _RULES}
 
 @dataclass(frozen=True)
 class Topology:
-    """Who sends to whom: a value of `exchange.topology`."""
+    """A value of `exchange.topology`: the peers of each rank in each round."""
 
     name: str
     to_all: bool = False

@@ -69,12 +69,18 @@ class Envs:
     or abandoned."""
 
     def __init__(
-        self, vector_env: gymnasium.vector.VectorEnv, clip_rewards: bool, name: str = "", inputs: Inputs | None = None,
+        self,
+        vector_env: gymnasium.vector.VectorEnv,
+        clip_rewards: bool,
+        name: str = "",
+        inputs: Inputs | None = None,
         episode_info: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        """`name`: what people call the environment; `inputs`: by which its observations came to be `vector_env`'s;
-        `episode_info`: numbers in its final infos."""
-        self.vector_env, self.name, self._episode_info = vector_env, name, episode_info
+    ) -> None:
+        """`name`: the environment's name for people; `inputs`: the mapping by which its observations became
+        `vector_env`'s; `episode_info`: names of numbers in its final infos."""
+        self.vector_env = vector_env
+        self.name = name
+        self._episode_info = episode_info
         self._end_processes: Callable[..., int] | None = getattr(vector_env, "end", None)  # of `EnvProcesses`
         self._clip = clip_rewards
         self.num_envs = vector_env.num_envs
@@ -85,7 +91,7 @@ class Envs:
         self._lengths = np.zeros(self.num_envs, np.int64)
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
-        """First observations [B, *obs]; `seeds` int32 [B], one an environment."""
+        """Begin episodes, and return the first observations [B, *obs]; `seeds` int32 [B], one an environment."""
         observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
         take_back_signals()
         self._returns[:] = 0
@@ -124,7 +130,8 @@ class Envs:
             self.abandon()
 
     def close(self) -> None:
-        """Free the environments and their threads or processes. What they raise is said: nobody needs them any more."""
+        """Free the environments and their threads or processes. What they raise is only reported, since they are not
+        needed any more."""
         if self._end_processes is not None:
             if killed := self._end_processes(_CLOSE_S):
                 say(f"{killed} of the environments did not close within {_CLOSE_S:g} s; their processes were killed.")
@@ -165,7 +172,7 @@ class Envs:
 
 @contextlib.contextmanager
 def _told_if_it_takes_long() -> Iterator[None]:
-    """Around `close` of the user's environments."""
+    """Report that `close` of the user's environments, inside the block, takes long."""
     waits = f"'close' of the environments has not returned for {_CLOSE_S:g} s; this process goes on waiting for it."
     notice = threading.Timer(_CLOSE_S, say, [waits])
     notice.daemon = True
@@ -177,8 +184,8 @@ def _told_if_it_takes_long() -> Iterator[None]:
 
 
 def make_atari(config: EnvConfig, num_threads: int, **look: Any) -> Any:
-    """ale-py's vector environment of a game as it is played by these settings. `look`: what ale-py is told of the
-    observations, which do not change how it goes. Raises PalaError."""
+    """Make ale-py's vector environment of a game as it is played by these settings. `look`: ale-py's arguments for the
+    observations; they do not change the game. Raises PalaError."""
     from ale_py import AtariVectorEnv  # not installed where only other environments are played
 
     return AtariVectorEnv(
@@ -223,15 +230,15 @@ class AtariEnvs(Envs):
 
 
 class _Outermost(gymnasium.Wrapper):
-    """Around each environment: what the vector environment needs. Infos stay here, but for the numbers in the last of
-    an episode that are asked for: of some (None beside a number, arrays of unlike lengths) it can make no arrays."""
+    """Wrapper of each environment for the vector environment. It lets through only the asked numbers of an episode's
+    last info: of some infos (None beside a number, arrays of unlike lengths) no arrays can be made."""
 
     def __init__(self, env: gymnasium.Env, episode_info: Sequence[str]) -> None:
         super().__init__(env)
         self._episode_info = episode_info
 
     def reset(self, **arguments: Any) -> Any:
-        """Without info. Raises PalaError where the environment is made for Gym before 0.26."""
+        """Reset the environment, without its info. Raises PalaError where it is made for Gym before 0.26."""
         result = self.env.reset(**arguments)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise PalaError("The environment's 'reset' must return (observation, info), as Gymnasium's do.")
@@ -259,7 +266,9 @@ class _Factory:
     def __init__(
         self, make_env: MakeEnv, layout: Layout, max_episode_steps: int | None, episode_info: Sequence[str]
     ) -> None:
-        self._make_env, self._layout, self._max_episode_steps = make_env, layout, max_episode_steps
+        self._make_env = make_env
+        self._layout = layout
+        self._max_episode_steps = max_episode_steps
         self._episode_info = episode_info
         self.name = ""
         self.inputs: Inputs | None = None
@@ -408,7 +417,8 @@ def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
 
 
 def atari_rom(env_id: str) -> str:
-    """`ALE/SpaceInvaders-v5` -> `space_invaders`, checked against the ROMs that ale-py brings."""
+    """Return the ROM of an id, `ALE/SpaceInvaders-v5` -> `space_invaders`, checked against the ROMs that ale-py
+    brings."""
     checked_id(env_id)
     rom = str(gymnasium.spec(env_id).kwargs["game"])
     from ale_py import roms
@@ -428,8 +438,8 @@ def atari_rom(env_id: str) -> str:
 
 
 def checked_id(env_id: str) -> str:
-    """The id of an environment that is registered, once the module of a `module:id` has been imported, which runs its
-    code. Raises PalaError for any other."""
+    """Return the id of a registered environment. Imports the module of a `module:id` first, which runs its code. Raises
+    PalaError for any other."""
     module, _, name = env_id.rpartition(":")
     if module:
         import_module(module, "'env.id'")
@@ -451,7 +461,8 @@ def checked_id(env_id: str) -> str:
 
 
 def _as_now_named(env_id: str) -> str:
-    """`Pong-v5` and `PongNoFrameskip-v4`, as Atari games were called, with today's name; others as they are."""
+    """Give Atari games under former names, such as `Pong-v5` and `PongNoFrameskip-v4`, today's name; leave others as
+    they are."""
     if env_id in gymnasium.registry and not str(gymnasium.registry[env_id].entry_point).startswith("ale_py"):
         return env_id
     game = re.sub(r"(-ram)?((NoFrameskip|Deterministic)?-v\d+)?$", "", env_id.removeprefix("ALE/"))

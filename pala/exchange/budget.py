@@ -188,7 +188,7 @@ class ExchangeState(NamedTuple):
 
 
 class Beginning(NamedTuple):
-    """What a rank that sleeps has to know of those that train."""
+    """State at the start of training, as a spare that sleeps has to know it."""
 
     num_parameters: int
     signature: int  # of the network's layout

@@ -16,7 +16,9 @@ class Sleeping(abc.ABC):
     """Waits for the rank's turn. It hears who dies, leaves and joins, and of the end, and has no model."""
 
     def __init__(self, budget: StepBudget, transport: Transport, interrupt: Interrupt) -> None:
-        self._budget, self.transport, self._interrupt = budget, transport, interrupt
+        self._budget = budget
+        self.transport = transport
+        self._interrupt = interrupt
 
     @property
     def rank(self) -> int:
@@ -29,8 +31,8 @@ class Sleeping(abc.ABC):
         return self._budget.global_steps
 
     def until_needed(self) -> bool:
-        """Sleep. True if this rank has to take a place; False if training ends, or it is told to leave. Raises EndError
-        if training cannot go on."""
+        """Sleep. Returns True if this rank has to take a place; False if training ends, or it is told to leave. Raises
+        EndError if training cannot continue."""
         wait_asleep(self._may_wake, None, self._interrupt, _LOOK_S, sleep=self._wait)
         return self.is_needed and not self._interrupt.leave_requested
 

@@ -71,7 +71,7 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
 
 
 def _code_of(comm: Communicator, request: Request) -> UserCode:
-    """Return what a run is made with from Python; where one goes on, what it was made with, as far as it is not given
+    """Return what a run is made with from Python; a resumed run keeps what it was made with, as far as it is not given
     anew. Collective."""
     if request.resume is None:
         return request.code
@@ -87,7 +87,7 @@ def _code_of(comm: Communicator, request: Request) -> UserCode:
 def _settled(
     comm: Communicator, request: Request, code: UserCode, envs: Envs, here: Path | None
 ) -> tuple[Config, Path | None]:
-    """Return the configuration as run.json will have it, and the folder of the run that goes on: with absolute paths
+    """Return the configuration as run.json will have it, and the folder of the run to continue: with absolute paths
     where the working directory may change, and with the name of an environment made in Python. Collective."""
     config, resume = request.config, request.resume
     may_leave = any(comm.allgather(_may_leave(here, config, code) or request.callbacks.may_stop))
@@ -153,7 +153,8 @@ def take_place(
     job: Job, request: Request, info: RunInfo, began_s: float, sleeping: Sleeping, interrupt: Interrupt
 ) -> Result | None:
     """Start a spare that is needed: build, ask others for a model, train. Returns None if training ended before.
-    `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; others go on without it."""
+    `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; the others continue without
+    it."""
     from pala.comm.alone import Alone
 
     alone, rank = Alone(job.comm.host), job.comm.rank

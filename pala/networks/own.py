@@ -67,9 +67,13 @@ class OwnNetwork(Network):
     is_own = True
 
     def __init__(
-        self, make_network: MakeNetwork, observation_space: gymnasium.Space, distribution: Distribution,
-        num_outputs: tuple[int, ...], env: EnvConfig | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        make_network: MakeNetwork,
+        observation_space: gymnasium.Space,
+        distribution: Distribution,
+        num_outputs: tuple[int, ...],
+        env: EnvConfig | None = None,
+    ) -> None:
         super().__init__(observation_space, distribution, env)
         self.own = make_network(observation_space, num_outputs)
         _check_parts(self.own, len(num_outputs))
