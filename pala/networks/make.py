@@ -22,7 +22,7 @@ def actor_critic(
     observation_space: gymnasium.Space, action_space: gymnasium.Space, config: Config,
     make_network: MakeNetwork | None = None,
 ) -> Network:  # fmt: skip
-    """Return PALA's network with two heads, or the user's own. Raises PalaError."""
+    """Return PALA's actor-critic, or the user's own network. Raises PalaError."""
     if make_network is None and not config.network.custom:
         return ActorCritic(observation_space, action_space, config.network, config.env)
     from pala.networks.own import OwnNetwork, own_network
