@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import gymnasium
 
     from pala.envs.vector import Envs
-    from pala.exchange.budget import Beginning
+    from pala.exchange.budget import StartState
     from pala.exchange.sleeping import Sleeping
     from pala.networks.network import FlatParameters, Network
     from pala.networks.own import MakeNetwork
@@ -41,13 +41,17 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def build(
-        self, comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+        self,
+        comm: Communicator,
+        config: Config,
+        envs: Envs,
+        make_network: MakeNetwork | None = None,
         sleeping: Any = None,
-    ) -> Agent[Any]:  # fmt: skip
+    ) -> Agent[Any]:
         """Build what learns on a rank. `sleeping`: of a spare that is needed, what it has slept by. Collective."""
 
     @abc.abstractmethod
-    def sleep(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> Sleeping:
+    def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
         """Make what a spare sleeps by. Loads no torch. Collective."""
 
     @abc.abstractmethod
@@ -71,14 +75,18 @@ class _A2C(Algorithm):
         return f"{config.algorithm.upper()}, exchange {config.exchange.kind}"
 
     def build(
-        self, comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+        self,
+        comm: Communicator,
+        config: Config,
+        envs: Envs,
+        make_network: MakeNetwork | None = None,
         sleeping: Any = None,
-    ) -> Agent[Any]:  # fmt: skip
+    ) -> Agent[Any]:
         from pala.a2c.agent import build
 
         return build(comm, config, envs, make_network, sleeping)
 
-    def sleep(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> Sleeping:
+    def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
         from pala.exchange.gossip.sleeping import SleepingGossip
 
         return SleepingGossip(comm, config, begin, interrupt)
@@ -112,14 +120,18 @@ class _Gorila(Algorithm):
         return f"; learning begins after {config.gorila.min_replay_steps:,}"
 
     def build(
-        self, comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None,
+        self,
+        comm: Communicator,
+        config: Config,
+        envs: Envs,
+        make_network: MakeNetwork | None = None,
         sleeping: Any = None,
-    ) -> Agent[Any]:  # fmt: skip
+    ) -> Agent[Any]:
         from pala.gorila.agent import build
 
         return build(comm, config, envs, make_network, sleeping)
 
-    def sleep(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> Sleeping:
+    def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
         from pala.gorila.sleeping import SleepingGorila
 
         return SleepingGorila(comm, config, begin, interrupt)

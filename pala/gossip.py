@@ -140,7 +140,7 @@ class Gossip:
         assert self._flat is not None and self._comm is not None
         if self._has_left:
             if self._comm.outlives_ranks and exchange.living:
-                self._comm.depart()
+                self._comm.detach()
                 from pala.comm.mpi_process import leave_job
 
                 leave_job()  # the others take this rank for dead: it may not end as one that MPI waits for

@@ -202,7 +202,7 @@ class Survivors(abc.ABC):
 class Communicator(abc.ABC):
     """The ranks of one job. Every method says whether it is collective; a collective one waits asleep for the slowest.
 
-    From the start of a transport to its end the transport alone communicates: meanwhile only `facts`, `depart` and
+    From the start of a transport to its end the transport alone communicates: meanwhile only `facts`, `detach` and
     `outlives_ranks` may be called."""
 
     rank: int
@@ -264,7 +264,7 @@ class Communicator(abc.ABC):
     def outlives_ranks(self) -> bool:
         """True if the others continue when a rank ends before them."""
 
-    def depart(self) -> None:  # noqa: B027
+    def detach(self) -> None:  # noqa: B027
         """Leave the job. The others are told of it as of a death, and continue: only where they outlive this rank,
         whose process must end without another call of this communicator. Not collective."""
 

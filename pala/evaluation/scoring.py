@@ -86,9 +86,7 @@ def check_numbers(**values: tuple[int, int]) -> None:
             raise PalaError(f"'{name}' is {value} but must be at least {least}.")
 
 
-def evaluate(
-    run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s: float = math.inf
-) -> Evaluation:  # fmt: skip
+def evaluate(run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s: float = math.inf) -> Evaluation:
     """Play `episodes` whole episodes with the policy of a run, at most `num_envs` of them at the same time.
 
     Equal arguments give equal returns, unless the environment has chance of its own. Raises PalaError, also when the
@@ -194,7 +192,9 @@ def play_episodes(
     """
     quota = [episodes // envs.num_envs + (i < episodes % envs.num_envs) for i in range(envs.num_envs)]
     played: list[Episode] = []
-    steps, next_line, deadline = 0, time.monotonic() + _PROGRESS_S, time.monotonic() + timeout_s
+    steps = 0
+    next_line = time.monotonic() + _PROGRESS_S
+    deadline = time.monotonic() + timeout_s
     observations = envs.reset(seeds)
     while len(played) < episodes:
         step = envs.step(act(observations))

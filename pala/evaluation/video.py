@@ -218,7 +218,9 @@ class Window:
             raise PalaError(f"No window can be opened ({error}); `--video FILE.mp4` does without.") from None
         if self._pygame.display.get_driver() in _UNSEEN and "SDL_VIDEODRIVER" not in os.environ:
             raise PalaError("No window can be opened: there is no display; `--video FILE.mp4` does without.")
-        self._title, self._clock, self._screen = title, self._pygame.time.Clock(), None
+        self._title = title
+        self._clock = self._pygame.time.Clock()
+        self._screen = None
 
     def show(self, picture: np.ndarray, frames_per_s: float) -> bool:
         """Show a picture, RGB uint8 [H, W, 3], when it is time for it at `frames_per_s`. Returns False when the window

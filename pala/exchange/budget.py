@@ -187,7 +187,7 @@ class ExchangeState(NamedTuple):
         return self.base_steps + sum(self.local_steps)
 
 
-class Beginning(NamedTuple):
+class StartState(NamedTuple):
     """State at the start of training, as a spare that sleeps has to know it."""
 
     num_parameters: int

@@ -18,9 +18,14 @@ _MOST_BYTES = 2**31 - 2**20  # of a model in a message; Open MPI 5.0 has no MPI_
 
 
 def make_exchange(
-    comm: Communicator, parameters: Tensor, signature: int, config: Config, start: ExchangeState, interrupt: Interrupt,
+    comm: Communicator,
+    parameters: Tensor,
+    signature: int,
+    config: Config,
+    start: ExchangeState,
+    interrupt: Interrupt,
     num_exact: int = 0,
-) -> ModelExchange:  # fmt: skip
+) -> ModelExchange:
     """Return the exchange that the configuration names, on a flat parameter vector, of which the last `num_exact`
     elements are never rounded or left out. Collective."""
     kind, budget_steps = config.exchange.kind, config.total_steps

@@ -6,7 +6,7 @@ import threading
 
 from pala.comm.base import Bytes, Communicator, Received, Receiver
 from pala.config import Config
-from pala.exchange.budget import Beginning, Stop, budget_of
+from pala.exchange.budget import StartState, Stop, budget_of
 from pala.exchange.sleeping import Sleeping
 from pala.exchange.wire import NOTHING, Message, Refusal, Wire
 from pala.gorila.members import Members
@@ -20,7 +20,7 @@ from pala.system.output import say
 class SleepingGorila(Sleeping, Receiver):
     """A rank that waits until it is needed, and then continues with what it knows of the others."""
 
-    def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
+    def __init__(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> None:
         """Open the transport and hear from now on. Collective."""
         spares = config.run.spares
         roles = assign(config.gorila, comm.size - spares, spares)

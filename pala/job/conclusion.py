@@ -69,9 +69,12 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
         found = f"mean return {best['mean_return']:g} in training, after {best['global_steps']:,} steps"
         tell(f"      best policy: {found}; `python -m pala.evaluate {shlex.quote(str(result.run))} --best` scores it")
     return replace(
-        result, exit_status=status, outcomes=outcomes, evaluation=final_tasks.evaluation,
+        result,
+        exit_status=status,
+        outcomes=outcomes,
+        evaluation=final_tasks.evaluation,
         learning_curve=final_tasks.learning_curve,
-    )  # fmt: skip
+    )
 
 
 def _going_on(run: Path, spares: int) -> str:

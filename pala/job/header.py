@@ -33,17 +33,27 @@ def first_line(config: Config, ranks: int) -> str:
 def describe(job: Job, request: Request, code: UserCode, agent: Agent[Any], run: Run) -> dict[str, Any]:
     """Return what run.json says of a segment when it begins."""
     return {
-        **request.facts, "threads_per_rank": job.threads, "environment": agent.envs.name,
-        "python_environment": code.make_env is not None, "python_network": code.make_network is not None,
-        "ranks": job.num_trainers, "cores": job.cores, "resumed": run.previous is not None,
-        **job.comm.facts(), "device": str(agent.device), "precision": agent.config.network.precision,
-        "seed": run.config.seed, "parameters": agent.flat.data.numel(),
-    }  # fmt: skip
+        **request.facts,
+        "threads_per_rank": job.threads,
+        "environment": agent.envs.name,
+        "python_environment": code.make_env is not None,
+        "python_network": code.make_network is not None,
+        "ranks": job.num_trainers,
+        "cores": job.cores,
+        "resumed": run.previous is not None,
+        **job.comm.facts(),
+        "device": str(agent.device),
+        "precision": agent.config.network.precision,
+        "seed": run.config.seed,
+        "parameters": agent.flat.data.numel(),
+    }
 
 
 def header(job: Job, agent: Agent[Any], run: Run) -> str:
     """Return the lines that say what is known when everything has been made."""
-    config, hosts, steps_made = agent.config, job.hosts[: job.num_trainers], agent.start.global_steps
+    config = agent.config
+    hosts = job.hosts[: job.num_trainers]
+    steps_made = agent.start.global_steps
     names = list(dict.fromkeys(hosts))
     shown = ", ".join(names[:_MOST_HOSTS]) + ", …" * (len(names) > _MOST_HOSTS)
     where = f"on {shown}" if len(names) == 1 else f"on {len(names)} hosts ({shown})"

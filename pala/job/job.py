@@ -16,7 +16,7 @@ from pala.system.tables import flatten
 from pala.system.text import counted
 
 if TYPE_CHECKING:  # numpy, whose thread pools are sized when it loads
-    from pala.exchange.budget import Beginning, Stop
+    from pala.exchange.budget import StartState, Stop
 
 
 class RunInfo(NamedTuple):
@@ -29,7 +29,7 @@ class RunInfo(NamedTuple):
     is_locked: bool  # the run's folder
     precision: Precision  # in which the ranks compute
     time_s: float  # training time of earlier segments
-    exchange: Beginning
+    exchange: StartState
 
 
 class Job:

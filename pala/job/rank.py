@@ -66,7 +66,7 @@ def _serve_as_spare(job: Job, request: Request, interrupt: Interrupt) -> Result:
     except BaseException:
         sleeping.transport.abandon()  # nothing else may call MPI before
         raise
-    job.comm.depart()
+    job.comm.detach()
     return Result(info.folder, "spared", sleeping.global_steps, None, False, 0)
 
 

@@ -20,7 +20,7 @@ from pala.comm.base import Communicator
 from pala.config import Config
 from pala.envs.vector import Envs
 from pala.exchange.base import Exchange
-from pala.exchange.budget import Beginning
+from pala.exchange.budget import StartState
 from pala.job.header import describe, header
 from pala.job.job import Job, RunInfo
 from pala.job.request import Request, Result
@@ -136,7 +136,7 @@ def _make_exchange(
     agent.before_training(run.previous)
     if job.comm.rank == 0 and run.previous is not None:
         checkpoint.remove_older(run.previous)
-    beginning = Beginning(agent.flat.data.numel(), agent.flat.signature, agent.start)
+    beginning = StartState(agent.flat.data.numel(), agent.flat.signature, agent.start)
     job.tell_run(RunInfo(
         run.folder, run.segment, run.previous, run.config, run.identity is not None,
         agent.config.network.precision, agent.counters.time_s, beginning,

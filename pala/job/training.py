@@ -62,7 +62,9 @@ class Training:
     ) -> None:
         self._job, self._comm = job, job.comm
         self._request, self._callbacks = request, request.callbacks
-        self._run, self._agent, self._exchange = run, agent, exchange
+        self._run = run
+        self._agent = agent
+        self._exchange = exchange
         self._interrupt = interrupt
         self._best = BestPolicy(run.folder / BEST_POLICY)
         self._began_with = replace(agent.counters)
@@ -81,7 +83,7 @@ class Training:
             if self._stop is Stop.NONE:  # it has left
                 self._run.stop_leading()
                 if self._comm.outlives_ranks and self._exchange.living:
-                    self._comm.depart()
+                    self._comm.detach()
                     return Result(self._run.folder, "left", self._exchange.global_steps, None, False, 0)
                 self._stop = self._cancel_leaving() if self._comm.outlives_ranks else self._sleep_until_end()
             self._close()
@@ -153,7 +155,9 @@ class Training:
         """Call one of the user's functions, which may end training."""
         if callback is None:
             return
-        exchange, done, rank = self._exchange, self._agent.counters, self._comm.rank
+        exchange = self._exchange
+        done = self._agent.counters
+        rank = self._comm.rank
         moment = Moment(rank, done.updates, done.local_steps, exchange.global_steps, done.time_s, records or ())
         has_left = rank in exchange.left  # then these are its last records, and the others go on
         if asks_to_stop(callback(moment)) and exchange.stop is Stop.NONE and not has_left:
@@ -239,7 +243,9 @@ class Training:
             if not self._leads:  # also if it led while one who had left slept
                 self._run.stop_leading()
                 return
-            agent, run, steps = self._agent, self._run, self._exchange.global_steps
+            agent = self._agent
+            run = self._run
+            steps = self._exchange.global_steps
             run.lead(self._exchange, survivors.members, agent.counters.time_s)
             agent.export(run, final, agent.policy_header(run, steps))
             why = {"stopped_early": self._stopped_early} if self._stopped_early else {}
@@ -268,9 +274,14 @@ class Training:
         status, signal = ("completed", None) if self._stop.completes else ("stopped", self._signal(self._stop))
         exit_status = 0 if signal is None else 128 + signal
         result = Result(
-            self._run.folder, status, self._exchange.global_steps, signal, self._leads, exit_status,
+            self._run.folder,
+            status,
+            self._exchange.global_steps,
+            signal,
+            self._leads,
+            exit_status,
             self._stopped_early,
-        )  # fmt: skip
+        )
         conclude = self._request.conclude
         if conclude is None:
             return result
@@ -281,8 +292,9 @@ class Training:
         done: list[Result] = []
         self._comm.with_survivors(
             lambda survivors: self._conclude_first(survivors, conclude, result, done),
-            self._patience_s(self._run.config.evaluation.timeout_s), self._interrupt,
-        )  # fmt: skip
+            self._patience_s(self._run.config.evaluation.timeout_s),
+            self._interrupt,
+        )
         return replace(done[0] if done else result, leads=self._leads)
 
     def _conclude_first(self, survivors: Survivors, conclude: Conclude, result: Result, done: list[Result]) -> None:

@@ -290,7 +290,9 @@ def _are_counters(state: RankState) -> bool:
     counters = state.counters
     if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "local_steps", "lost"}):
         return False
-    steps, weight, lost = counters["local_steps"], counters["weight"], counters["lost"]
+    steps = counters["local_steps"]
+    weight = counters["weight"]
+    lost = counters["lost"]
     counts = [state.rank, state.ranks, *(counters[name] for name in _COUNTS)]
     return (
         isinstance(steps, list)

@@ -311,7 +311,7 @@ class MemoryCommunicator(Communicator):
     def deaths(self, of_transport: bool = False) -> Deaths:
         return _MemoryDeaths(self, of_transport)
 
-    def depart(self) -> None:
+    def detach(self) -> None:
         self.world.say_that(self.rank, self.world.dead)
 
     def is_alone(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pala.comm.base import Communicator
 from pala.config import Config
-from pala.exchange.budget import Beginning, Stop, budget_of
+from pala.exchange.budget import StartState, Stop, budget_of
 from pala.exchange.gossip.driver import GossipDriver, NoModels, make_protocol
 from pala.exchange.gossip.messages import WITHOUT_MODEL
 from pala.exchange.gossip.state import Rules
@@ -19,7 +19,7 @@ from pala.system.interrupt import Interrupt
 class SleepingGossip(Sleeping):
     """Waits for the rank's turn."""
 
-    def __init__(self, comm: Communicator, config: Config, begin: Beginning, interrupt: Interrupt) -> None:
+    def __init__(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> None:
         """Open the transport and wait for a turn. Collective."""
         budget = budget_of(comm, begin.start, config.total_steps, config.run.spares)
         protocol = make_protocol(Rules.of(config.exchange, config.seed, whole_every=1))
