@@ -44,9 +44,9 @@ from pala.system.output import say, tell
 from pala.testing.memory import run_ranks
 from pala.train import parse
 from support import REPOSITORY
+from support.comparisons import GAME, PRESET
 from support.memory_jobs import configure, gorila, train
-from test_compare import GAME, PRESET
-from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
+from support.policies import CARTPOLE, Sparkle, make_run, network_of
 
 pytest.importorskip("matplotlib")
 EPISODE = {"type": "episode", "time_s": 1.0, "local_steps": 5, "global_steps": 5, "return": 5.0, "length_steps": 5}

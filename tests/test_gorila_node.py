@@ -21,6 +21,7 @@ from pala.exchange.budget import Stop
 from pala.gorila import worker as worker_module
 from pala.gorila.messages import Kind
 from pala.system.errors import EndError, PalaError
+from support.fuzzing import damaged, damages, fuzz
 from support.gorila_ranks import (
     CELLS,
     ENV_SEEDS,
@@ -39,7 +40,6 @@ from support.gorila_ranks import (
 )
 from support.gorila_ranks import without_patience as without_patience
 from support.helpers import slow_but_for
-from test_fuzz import damaged, damages, fuzz
 
 # ---- plain DQN -------------------------------------------------------------------------------------------------------
 

@@ -93,6 +93,15 @@ def test_no_import_points_outwards() -> None:
     assert not outwards
 
 
+def test_no_test_module_imports_another() -> None:
+    """They share `support` alone."""
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(part.startswith("test_") for name in names for part in name.split(".")), (path, names)
+
+
 def loaded_after(code: str) -> set[str]:
     """Which of the heavy modules there are after some code in a new process."""
     look = """

@@ -84,7 +84,7 @@ from support.memory_jobs import (
     stopped_well,
     train,
 )
-from test_evaluate import Sparkle
+from support.policies import Sparkle
 
 # ---- all is well -----------------------------------------------------------------------------------------------------
 

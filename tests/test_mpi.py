@@ -16,9 +16,8 @@ from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
 from support.mpi import LAUNCHERS, Launcher, assert_all_end, processes_in
-from support.run_folders import all_train, states_of
+from support.run_folders import all_train, assert_trained_one_policy, states_of
 from support.standing_ranks import StandingRanks
-from test_training import assert_trained_one_policy
 
 pytestmark = pytest.mark.mpi
 

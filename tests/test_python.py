@@ -53,7 +53,7 @@ from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
 from support.helpers import record_of
 from support.memory_jobs import configure, gorila
-from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
+from support.policies import CARTPOLE, Sparkle, make_run, network_of
 
 PAGE = REPOSITORY / "docs" / "python.md"
 EXAMPLES = REPOSITORY / "examples"

@@ -20,7 +20,7 @@ from pala.lab.simulate.costs import Costs, control_bytes, costs_of
 from pala.lab.simulate.gossip import GossipCluster, predict_gossip
 from pala.lab.simulate.gossip import measured as played
 from pala.system.errors import PalaError
-from test_benchmark import canned, canned_job
+from support.benchmarks import canned, canned_job
 
 MODEL_BYTES = 4_000_000
 COSTS = Costs(

@@ -30,10 +30,9 @@ from pala.system.jobs import MpiJob
 from pala.train import parse
 from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
 from support import REPOSITORY
+from support.checkpoints import make_state
 from support.helpers import CARTPOLE, record_of, wait_for, write_paced
 from support.mpi import Job, Launcher, assert_all_end, processes_in, ranks_in
-from test_checkpoint import make_state
-from test_hosts import possible  # noqa: F401 - a fixture
 from virtual_hosts import VirtualHosts
 
 SCRIPT = REPOSITORY / "launch" / "supervise.py"
@@ -905,7 +904,7 @@ def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.usefixtures("tidy")
 @pytest.mark.slow
-def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:  # noqa: F811
+def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:
     """A host that is cut off trains on by itself, until Open MPI misses it, here soon, and ends the job on both sides.
     Of one that is killed `test_hosts.py` shows that the job ends; from there on all is alike.
 
