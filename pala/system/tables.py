@@ -45,7 +45,7 @@ def build(cls: type[T], table: dict[str, Any], source: str) -> T:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Return the types of a class's fields. Python compiles them from text, and a plan of runs asks thousands of times."""
+    """Return the types of a class's fields: compiled from text, and a plan of runs asks for them thousands of times."""
     return typing.get_type_hints(cls)
 
 
