@@ -27,8 +27,6 @@ from explorer.planted import (
     AddsNothing,
     AddsUpWhatItHears,
     AsksNobody,
-    CountsReceivedWeightTwice,
-    CountsTheDeadsStepsTwice,
     DropsAndMerges,
     FillsASnapshotOnItsWay,
     ForgetsTheDead,
@@ -38,23 +36,12 @@ from explorer.planted import (
     HealsOnlyWithAFullRound,
     IgnoresTheLock,
     KeepsItsStaleModel,
-    KeepsPartsWhileItMustHeal,
-    KeepsTheCredit,
     KeepsTheWeightItSends,
-    KeepsWhatItShouldForget,
     LeavesThePlacesOfSparesEmpty,
     LosesCredits,
-    LosesTheWeightOfTheRefused,
-    NeverSendsOnceMore,
-    PaysNoDebtsWhileItWaits,
-    SendsToOneOnly,
     Stumbles,
     TakesEveryDeathForItsTurn,
-    TakesTheDeadsWeightForLost,
-    TakesWhatWasSentLongAgo,
     TakesWhoWaitsForAnAnswerForSilent,
-    TellsNobodyOfTheEnd,
-    TellsNoDeaths,
     TellsTheEndOnlyOnce,
     WaitsForTheStopped,
     WaitsOneUpdateTooLate,
@@ -403,26 +390,18 @@ def test_a_failure_of_any_kind_names_its_schedule() -> None:
 # ---- planted bugs: the checks above must find them -------------------------------------------------------------------
 
 
+# Of each symptom one or two; `test_explore.py` finds the others.
 BUGS = {
     LosesCredits: "deadlock",
-    CountsReceivedWeightTwice: "push-sum weight",
     KeepsTheWeightItSends: "push-sum weight",
-    LosesTheWeightOfTheRefused: "push-sum weight",
-    PaysNoDebtsWhileItWaits: "deadlock",
     IgnoresTheLock: "process lock|push-sum weight",
     WaitsOneUpdateTooLate: "staleness",
     AddsUpWhatItHears: "known steps",
-    TellsNobodyOfTheEnd: "deadlock",
     ForgetsTheDead: "deadlock",
-    NeverSendsOnceMore: "deadlock",
-    CountsTheDeadsStepsTwice: "known steps",
     HealsOnlyWithAFullRound: "deadlock|stale",
     HealsFromParts: "healed by a part",
-    KeepsPartsWhileItMustHeal: "deadlock|stale",
     WaitsForTheStopped: "deadlock|waited",
     KeepsItsStaleModel: "stale",
-    TakesWhatWasSentLongAgo: "stale",
-    TakesTheDeadsWeightForLost: "push-sum weight",
     TakesEveryDeathForItsTurn: "places: ranks",
     LeavesThePlacesOfSparesEmpty: "places: ranks",
     AsksNobody: "places: nobody",
@@ -431,10 +410,13 @@ BUGS = {
 
 # The schedule to begin with, where those before it take long and do not find the bug, or only after long.
 FIRST = {
-    TellsNobodyOfTheEnd: 8, ForgetsTheDead: 9, NeverSendsOnceMore: 60, HealsOnlyWithAFullRound: 6, HealsFromParts: 16,
-    KeepsPartsWhileItMustHeal: 49, TakesTheDeadsWeightForLost: 54, TakesEveryDeathForItsTurn: 42,
-    LeavesThePlacesOfSparesEmpty: 9, AsksNobody: 42,
-}  # fmt: skip
+    ForgetsTheDead: 9,
+    HealsOnlyWithAFullRound: 6,
+    HealsFromParts: 16,
+    TakesEveryDeathForItsTurn: 42,
+    LeavesThePlacesOfSparesEmpty: 9,
+    AsksNobody: 42,
+}
 
 
 @pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
@@ -479,17 +461,13 @@ def test_dropping_debts_and_merging_models_costs_the_pace() -> None:
 
 
 DRIVER_BUGS = {
-    KeepsTheCredit: "deadlock",
-    TellsNoDeaths: "deadlock",
     AcceptsPoison: "poison|deadlock|nan",
     AddsNothing: "push-sum weight|zero|nan",
-    KeepsWhatItShouldForget: "push-sum weight|healed by a part|stale",
     FillsASnapshotOnItsWay: "wrote over a message",
-    SendsToOneOnly: "deadlock|push-sum weight",
 }
 
 
-DRIVER_FIRST = {TellsNoDeaths: 9, AcceptsPoison: 66, SendsToOneOnly: 12}
+DRIVER_FIRST = {AcceptsPoison: 66}
 
 
 @pytest.mark.filterwarnings("ignore:.*divide:RuntimeWarning")
