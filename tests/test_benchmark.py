@@ -345,6 +345,7 @@ def test_that_mpirun_refuses_ranks_is_told_with_what_to_do(
         run_job(["false"], log)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_killed_leave_no_shared_memory(tmp_path: Path) -> None:
     shared = Path(f"/dev/shm/sm_segment.pala-test.{os.getpid()}")
     code = (

@@ -45,6 +45,7 @@ from pala.testing.memory import run_ranks
 from pala.train import parse
 from support import REPOSITORY
 from support.comparisons import GAME, PRESET
+from support.helpers import slow_but_for
 from support.memory_jobs import configure, gorila, train
 from support.policies import CARTPOLE, Sparkle, make_run, network_of
 
@@ -158,7 +159,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["hard link", "symbolic link", "dead link", "pipe"])
+@pytest.mark.parametrize("kind", slow_but_for(["hard link", "symbolic link", "dead link", "pipe"], "hard link"))
 def test_no_program_takes_a_run_with_a_file_of_elsewhere(
     kind: str, whole: Path, tmp_path: Path, says: Callable[[Path], str]
 ) -> None:

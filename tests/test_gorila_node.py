@@ -126,7 +126,7 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize("learning", LEARNING)
+@pytest.mark.parametrize("learning", slow_but_for(LEARNING, "rmsprop, double, three environments"))
 @pytest.mark.parametrize("ranks", slow_but_for(RANKS, "five ranks, two of them shards, one the replay"))
 def test_one_actor_and_one_learner_in_lockstep_are_plain_dqn(learning: str, ranks: str) -> None:
     """After every update, whatever the roles' ranks and the number of shards."""
