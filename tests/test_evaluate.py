@@ -44,7 +44,8 @@ from pala.run.hooks import UserCode
 from pala.run.lock import lock_folder
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
-from support.policies import CARTPOLE, Sparkle, make_run, network_of
+from support.environments import Sparkle
+from support.policies import CARTPOLE, make_run, network_of
 
 PONG = Config(env=EnvConfig(id="ALE/Pong-v5", max_episode_frames=80))  # 20 steps
 

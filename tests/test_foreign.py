@@ -45,9 +45,10 @@ from pala.testing.memory import run_ranks
 from pala.train import parse
 from support import REPOSITORY
 from support.comparisons import GAME, PRESET
+from support.environments import Sparkle
 from support.helpers import slow_but_for
 from support.memory_jobs import configure, gorila, train
-from support.policies import CARTPOLE, Sparkle, make_run, network_of
+from support.policies import CARTPOLE, make_run, network_of
 
 pytest.importorskip("matplotlib")
 EPISODE = {"type": "episode", "time_s": 1.0, "local_steps": 5, "global_steps": 5, "return": 5.0, "length_steps": 5}

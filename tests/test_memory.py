@@ -65,6 +65,7 @@ from pala.testing.faults import (
     stop_at,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.environments import Sparkle
 from support.helpers import slow_among, slow_but_for, wait_for
 from support.memory_jobs import (
     BATCH,
@@ -84,7 +85,6 @@ from support.memory_jobs import (
     stopped_well,
     train,
 )
-from support.policies import Sparkle
 
 # ---- all is well -----------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import gymnasium
-import numpy as np
 import torch
 
 from pala.config import Config, EnvConfig, EvaluationConfig, NetworkConfig, to_table
@@ -21,29 +18,6 @@ CARTPOLE = Config(
     network=NetworkConfig(mlp_hidden=(8,)),
     evaluation=EvaluationConfig(episodes=3, num_envs=2),
 )
-
-
-class Sparkle(gymnasium.Env[np.ndarray, np.int64]):
-    """Five steps of reward 1; can draw itself in an odd size."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
-    action_space = gymnasium.spaces.Discrete(2)
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 - gymnasium's own way
-
-    def __init__(self, render_mode: str | None = None) -> None:
-        self.render_mode = render_mode
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        self._left = 5
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self._left -= 1
-        return np.zeros(2, np.float32), 1.0, self._left == 0, False, {}
-
-    def render(self) -> Any:
-        return np.full((101, 55, 3), 40 * self._left, np.uint8)
 
 
 def network_of(config: Config) -> ActorCritic:
