@@ -51,7 +51,7 @@ from pala.run.metrics import read_run
 from pala.system.errors import CollectiveError, PalaError
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
-from support.environments import Deadly, Sparkle, Told
+from support.environments import Deadly, Locked, Sparkle, Told
 from support.helpers import record_of
 from support.memory_jobs import configure, gorila
 from support.policies import CARTPOLE, make_run, network_of
@@ -472,7 +472,8 @@ def test_a_factory_that_cannot_be_sent_to_a_process_is_told(tmp_path: Path) -> N
 
 
 def test_a_run_that_left_its_evaluation_out_can_be_evaluated(tmp_path: Path) -> None:
-    config = replace(CARTPOLE, evaluation=replace(CARTPOLE.evaluation, episodes=0))
+    short = replace(CARTPOLE.env, max_episode_steps=7)
+    config = replace(CARTPOLE, env=short, evaluation=replace(CARTPOLE.evaluation, episodes=0))
     run = make_run(tmp_path / "run", config, network_of(config))
     assert pala.evaluate_policy(run).episodes == 100
 
@@ -1017,12 +1018,6 @@ def test_a_factory_that_gives_one_environment_twice_is_told() -> None:
     make_envs(EnvConfig("CartPole-v1", num_envs=1, vectorization="sync"), make_env=lambda: env).close()
     locked = make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=Locked)  # cannot be pickled, and need not
     locked.close()
-
-
-class Locked(gymnasium.Wrapper):
-    def __init__(self) -> None:
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self.lock = threading.Lock()
 
 
 def test_a_factory_that_cannot_be_kept_is_told(tmp_path: Path) -> None:

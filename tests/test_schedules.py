@@ -54,7 +54,7 @@ from pala.exchange.gossip.topology import GRAPHS
 from pala.lab.simulate.scenario import Scenario
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from support import REPOSITORY
-from support.helpers import slow_but_for, wait_for
+from support.helpers import slow_among, slow_but_for, wait_for
 from support.mpi import assert_all_end, processes_in
 
 SIZES = [1, 2, 3, 5, 8, 13]
@@ -154,7 +154,7 @@ def test_the_overshoot_of_the_budget_is_bounded(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("n", [2, 5, 13])
+@pytest.mark.parametrize("n", slow_but_for([2, 5, 13], 2, 5))
 def test_among_ranks_of_like_speed_somebody_soon_knows_the_budget(topology: str, n: int) -> None:
     """The D of the bound above: as many exchanges as the counters need to reach somebody from everybody."""
     exchanges = {"complete": 1, "ring": n - 1}.get(topology, (n - 1).bit_length() + 1)
@@ -494,7 +494,9 @@ def test_stopped_peers_that_hold_all_snapshots_hold_up_nobody() -> None:
     assert mixes_beside_stopped_peers(HasNoSpareSnapshots) == 0
 
 
-@pytest.mark.parametrize(("number", "draw_s"), [(signal.SIGTERM, 0.0), (signal.SIGKILL, 5.0)])
+@pytest.mark.parametrize(
+    ("number", "draw_s"), slow_among([(signal.SIGTERM, 0.0), (signal.SIGKILL, 5.0)], signal.SIGKILL)
+)
 def test_its_processes_end_with_it(number: signal.Signals, draw_s: float, tmp_path: Path) -> None:
     command = [
         sys.executable,

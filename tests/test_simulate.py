@@ -212,6 +212,7 @@ def test_ranks_are_beside_each_other_on_their_own_host_alone() -> None:
             costs_of(benchmark, Path("b.json"))
 
 
+@pytest.mark.slow
 def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, output = tmp_path / "benchmark.json.gz", tmp_path / "out"
     file.write_bytes(gzip.compress(json.dumps(measured(host="h")).encode()))  # as in results/

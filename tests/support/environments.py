@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from typing import Any
 
 import gymnasium
@@ -57,3 +58,11 @@ class Deadly(gymnasium.Wrapper):
         if self.steps == 5 and multiprocessing.current_process().name.endswith(f"-{self.worker}"):
             os._exit(3)
         return super().step(action)
+
+
+class Locked(gymnasium.Wrapper):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.lock = threading.Lock()
