@@ -498,15 +498,8 @@ def test_stopped_peers_that_hold_all_snapshots_hold_up_nobody() -> None:
     ("number", "draw_s"), slow_among([(signal.SIGTERM, 0.0), (signal.SIGKILL, 5.0)], signal.SIGKILL)
 )
 def test_its_processes_end_with_it(number: signal.Signals, draw_s: float, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(REPOSITORY / "tests" / "explorer"),
-        "check",
-        "--schedules",
-        "1000000",
-        "--processes",
-        "2",
-    ]
+    explorer = str(REPOSITORY / "tests" / "explorer")
+    command = [sys.executable, explorer, "check", "--schedules", "1000000", "--processes", "2"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as check:
         try:
