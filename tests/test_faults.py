@@ -151,22 +151,6 @@ def test_a_script_ends_after_a_death_and_with_spares(
 
 
 @pytest.mark.slow
-def test_a_rank_of_a_paired_exchange_may_be_killed(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Whatever it had offered, or was about to answer."""
-    paired = ["--exchange.mixing", "paired", "--exchange.max-staleness", "2"]
-    job = start_disturbed(any_mpi, 3, SLOW_UNTIL_FREE, "--total-steps", "9000", *paired, cwd=tmp_path)
-    run = tmp_path / "runs/r"
-    os.kill(wait_until_all_train(tmp_path, 3)[1], signal.SIGKILL)
-    (tmp_path / "free").touch()
-    assert job.wait().status == 0, job.output
-    segment = record_of(run)["segments"][0]
-    assert record_of(run)["completed"] and [lost["rank"] for lost in segment["lost_ranks"]] == [1]
-    assert segment["global_steps"] >= 9000 and total(run, "models_refused") == 0
-    assert total(run, "models_mixed", 0) > 10 < total(run, "models_mixed", 2)
-    assert_all_end(tmp_path)
-
-
-@pytest.mark.slow
 def test_a_rank_told_to_leave_goes_and_the_others_go_on(mpi: Launcher, tmp_path: Path) -> None:
     """Under MPICH, which needs its process, it sleeps."""
     ranks = (str(mpi.folder / "python"), "-m", "pala.train", *CARTPOLE, "--run.name", "r", *ENDLESS)

@@ -113,16 +113,6 @@ def test_nan_without_peers_ends_with_a_sentence(any_mpi: Launcher, tmp_path: Pat
     assert "Traceback" not in job.output
 
 
-@pytest.mark.slow
-def test_ranks_with_different_configurations_are_told(any_mpi: Launcher, tmp_path: Path) -> None:
-    python = str(any_mpi.folder / "python")
-    one = ["-np", "1", python, "-m", "pala.train", *CARTPOLE, "--total-steps", "1000"]
-    job = any_mpi.start(*one, ":", *one, "--a2c.gamma", "0.5", cwd=tmp_path).wait()
-    assert job.status != 0
-    assert "Rank 1: this rank was started with another configuration than rank 0: 'a2c.gamma' is 0.5" in job.output
-    assert "Traceback" not in job.output and not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -840,7 +840,8 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGQUIT, signal.SIGHUP])  # TERM: test_faults
+# SIGTERM and SIGUSR1: test_faults.py
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
     if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("SIGHUP is ignored, as under nohup, and stays so")
