@@ -497,15 +497,15 @@ def test_several_runs_are_scored_each_by_its_own_settings(
 def test_a_score_by_other_settings_is_no_result_of_the_run(tmp_path: Path) -> None:
     config = replace(PONG, evaluation=EvaluationConfig(episodes=1, num_envs=1))
     run = make_run(tmp_path / "run", config, network_of(config))
-    other = {"repeat_action_probability": 0.25, "noop_max": 0, "max_episode_frames": 400}
+    other = {"repeat_action_probability": 0.25, "noop_max": 0, "max_episode_frames": 120}
     evaluation = evaluate(run, 1, 1, Acting(other_settings=other))
     save(run, evaluation)
     assert (evaluation.repeat_action_probability, evaluation.noop_max) == (0.25, 0)
-    assert evaluation.mean_length_steps == 100 and evaluation.other_settings == other
-    assert "no-ops" not in str(evaluation) and "sticky actions 0.25, at most 400 frames" in str(evaluation)
+    assert evaluation.mean_length_steps == 30 and evaluation.other_settings == other
+    assert "no-ops" not in str(evaluation) and "sticky actions 0.25, at most 120 frames" in str(evaluation)
     assert not (run / "evaluation.json").exists() and read_evaluation(run) is None
-    own = pala.evaluate_policy(run, episodes=1, max_episode_frames=400, noop_max=30)  # which is the run's own
-    assert own.noop_max == 30 and own.other_settings == {"max_episode_frames": 400}
+    own = pala.evaluate_policy(run, episodes=1, max_episode_frames=120, noop_max=30)  # which is the run's own
+    assert own.noop_max == 30 and own.other_settings == {"max_episode_frames": 120}
     with pytest.raises(PalaError, match="greedy actions never are"):
         evaluate(run, 1, 1, Acting(greedy=True, other_settings={"epsilon": 0.1}))
 
