@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import functools
 import gc
 import os
 import re
@@ -16,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+import virtual_hosts
 
 pytest.register_assert_rewrite("support")  # before a test file imports them
 
@@ -89,6 +92,21 @@ def own_handlers() -> Iterator[None]:
 def any_mpi() -> Iterator[Launcher]:
     """One MPI, where which one does not matter."""
     yield from _named("openmpi")
+
+
+@functools.cache
+def _why_no_virtual_hosts() -> str | None:
+    return virtual_hosts.why_not()
+
+
+@pytest.fixture
+def possible(any_mpi: Launcher) -> Iterator[Launcher]:
+    """Open MPI where there can be virtual hosts; afterwards, no interface more than before."""
+    if (reason := _why_no_virtual_hosts()) is not None:
+        pytest.skip(reason)
+    before = sorted(Path("/sys/class/net").iterdir())
+    yield any_mpi
+    assert sorted(Path("/sys/class/net").iterdir()) == before
 
 
 def _named(name: str) -> Iterator[Launcher]:

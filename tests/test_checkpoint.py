@@ -15,42 +15,9 @@ from safetensors.torch import save_file
 
 from pala.a2c.averaging import average, average_of, check_actor_critic
 from pala.run import checkpoint, tensor_file
-from pala.run.checkpoint import RankState, load_all, load_policy, load_rank, save_policy, save_rank
+from pala.run.checkpoint import load_all, load_policy, load_rank, save_policy, save_rank
 from pala.system.errors import PalaError
-
-SIGNATURE = 2**64 - 3
-
-
-def make_state(
-    rank: int = 0, ranks: int = 1, fill: float | None = None, steps: int = 0, weight: float = 1.0
-) -> RankState:
-    generator = torch.Generator().manual_seed(rank)
-    parameters = torch.randn(6, generator=generator) if fill is None else torch.full((6,), fill)
-    counters = {
-        "updates": 7, "applied": 7, "warms_up_from": 0, "spares": 0, "lost": [], "own_steps": steps,
-        "time_s": 1.25, "base_steps": 1000, "round": 3, "weight": weight,
-        "local_steps": [steps if r == rank else 10 for r in range(ranks)],
-    }  # fmt: skip
-    return RankState(
-        rank, ranks, SIGNATURE, {"parameters": parameters, "mean_square": parameters.square()},
-        {"actions": generator.get_state()[:8]}, counters,
-    )  # fmt: skip
-
-
-def same(a: RankState, b: RankState) -> bool:
-    """Equal to the last bit, NaN included."""
-    names = sorted(a.random_states)
-    assert a.tensors.keys() == b.tensors.keys()
-    pairs = [(a.tensors[name], b.tensors[name]) for name in a.tensors]
-    pairs += [(a.random_states[name], b.random_states.get(name, torch.zeros(0))) for name in names]
-    alike = (a.rank, a.ranks, a.signature, a.counters, names) == (
-        b.rank, b.ranks, b.signature, b.counters, sorted(b.random_states),
-    )  # fmt: skip
-    return alike and all(x.dtype == y.dtype and x.numpy().tobytes() == y.numpy().tobytes() for x, y in pairs)
-
-
-def file_of(folder: Path, rank: int = 0) -> Path:
-    return folder / f"rank-{rank:04d}.safetensors"
+from support.checkpoints import SIGNATURE, file_of, make_state, same
 
 
 def test_a_state_is_read_back_bit_for_bit(tmp_path):

@@ -15,7 +15,7 @@ from pala.lab.compare.plan import Plan
 from pala.lab.compare.slurm import unfinished
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
-from test_compare import GAME, PRESET, make_run, section
+from support.comparisons import GAME, PRESET, make_run, section
 
 pytest.importorskip("matplotlib")
 

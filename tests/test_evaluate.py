@@ -43,36 +43,10 @@ from pala.run.hooks import UserCode
 from pala.run.lock import lock_folder
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
+from support.environments import Sparkle
+from support.policies import CARTPOLE, make_run, network_of
 
-CARTPOLE = Config(
-    env=EnvConfig(id="CartPole-v1"),
-    network=NetworkConfig(mlp_hidden=(8,)),
-    evaluation=EvaluationConfig(episodes=3, num_envs=2),
-)
 PONG = Config(env=EnvConfig(id="ALE/Pong-v5", max_episode_frames=80))  # 20 steps
-
-
-class Sparkle(gymnasium.Env[np.ndarray, np.int64]):
-    """Five steps of reward 1; can draw itself in an odd size."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
-    action_space = gymnasium.spaces.Discrete(2)
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012 - gymnasium's own way
-
-    def __init__(self, render_mode: str | None = None) -> None:
-        self.render_mode = render_mode
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        super().reset(seed=seed)
-        self._left = 5
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action: Any) -> Any:
-        self._left -= 1
-        return np.zeros(2, np.float32), 1.0, self._left == 0, False, {}
-
-    def render(self) -> Any:
-        return np.full((101, 55, 3), 40 * self._left, np.uint8)
 
 
 class Stuck(Sparkle):
@@ -96,26 +70,6 @@ class ShortAndLong:
         episodes = [Episode(0.0, 1, 0)] + ([Episode(10.0, 10, 1)] if self._steps % 10 == 0 else [])
         nothing = np.zeros(2)
         return Step(np.zeros((2, 1)), nothing, nothing, nothing, nothing, episodes)
-
-
-def network_of(config: Config) -> ActorCritic:
-    envs = make_envs(replace(config.env, num_envs=1))
-    try:
-        return ActorCritic(envs.observation_space, envs.action_space, config.network)
-    finally:
-        envs.close()
-
-
-def make_run(path: Path, config: Config, network: ActorCritic | None = None) -> Path:
-    """A completed run with the policy of `network`, or without one a run that is not completed."""
-    path.mkdir()
-    record = run_folder.RunRecord.begin(path, config, {"ranks": 2})
-    if network is not None:
-        record.end("completed")
-        signature = FlatParameters(copy.deepcopy(network), torch.device("cpu")).signature
-        header = {"config": to_table(config), "global_steps": 1234, "signature": signature}
-        checkpoint.save_policy(path / "policy.safetensors", dict(network.state_dict()), header)
-    return path
 
 
 def save_rank(
@@ -542,15 +496,15 @@ def test_several_runs_are_scored_each_by_its_own_settings(
 def test_a_score_by_other_settings_is_no_result_of_the_run(tmp_path: Path) -> None:
     config = replace(PONG, evaluation=EvaluationConfig(episodes=1, num_envs=1))
     run = make_run(tmp_path / "run", config, network_of(config))
-    other = {"repeat_action_probability": 0.25, "noop_max": 0, "max_episode_frames": 400}
+    other = {"repeat_action_probability": 0.25, "noop_max": 0, "max_episode_frames": 120}
     evaluation = evaluate(run, 1, 1, Acting(other_settings=other))
     save(run, evaluation)
     assert (evaluation.repeat_action_probability, evaluation.noop_max) == (0.25, 0)
-    assert evaluation.mean_length_steps == 100 and evaluation.other_settings == other
-    assert "no-ops" not in str(evaluation) and "sticky actions 0.25, at most 400 frames" in str(evaluation)
+    assert evaluation.mean_length_steps == 30 and evaluation.other_settings == other
+    assert "no-ops" not in str(evaluation) and "sticky actions 0.25, at most 120 frames" in str(evaluation)
     assert not (run / "evaluation.json").exists() and read_evaluation(run) is None
-    own = pala.evaluate_policy(run, episodes=1, max_episode_frames=400, noop_max=30)  # which is the run's own
-    assert own.noop_max == 30 and own.other_settings == {"max_episode_frames": 400}
+    own = pala.evaluate_policy(run, episodes=1, max_episode_frames=120, noop_max=30)  # which is the run's own
+    assert own.noop_max == 30 and own.other_settings == {"max_episode_frames": 120}
     with pytest.raises(PalaError, match="greedy actions never are"):
         evaluate(run, 1, 1, Acting(greedy=True, other_settings={"epsilon": 0.1}))
 

@@ -123,9 +123,9 @@ def test_a_bug_planted_in_the_driver_is_found(bug: type[GossipDriver], symptom: 
 
 def test_a_rare_fault_comes_so_often_and_no_more() -> None:
     def states(most: int) -> int:
-        found = explored("stop nan", rare=frozenset({"nan"}), most_rare=most, driver=planted.AcceptsPoison)
+        found = explored("nan", rare=frozenset({"nan"}), most_rare=most, driver=planted.AcceptsPoison)
         assert (most > 0) == any("poison" in violation.what for violation in found.violations)
-        return explored("stop nan", rare=frozenset({"nan"}), most_rare=most).states
+        return explored("nan", rare=frozenset({"nan"}), most_rare=most).states
 
     assert states(0) < states(1) < states(2)
 

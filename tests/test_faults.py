@@ -151,22 +151,6 @@ def test_a_script_ends_after_a_death_and_with_spares(
 
 
 @pytest.mark.slow
-def test_a_rank_of_a_paired_exchange_may_be_killed(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Whatever it had offered, or was about to answer."""
-    paired = ["--exchange.mixing", "paired", "--exchange.max-staleness", "2"]
-    job = start_disturbed(any_mpi, 3, SLOW_UNTIL_FREE, "--total-steps", "9000", *paired, cwd=tmp_path)
-    run = tmp_path / "runs/r"
-    os.kill(wait_until_all_train(tmp_path, 3)[1], signal.SIGKILL)
-    (tmp_path / "free").touch()
-    assert job.wait().status == 0, job.output
-    segment = record_of(run)["segments"][0]
-    assert record_of(run)["completed"] and [lost["rank"] for lost in segment["lost_ranks"]] == [1]
-    assert segment["global_steps"] >= 9000 and total(run, "models_refused") == 0
-    assert total(run, "models_mixed", 0) > 10 < total(run, "models_mixed", 2)
-    assert_all_end(tmp_path)
-
-
-@pytest.mark.slow
 def test_a_rank_told_to_leave_goes_and_the_others_go_on(mpi: Launcher, tmp_path: Path) -> None:
     """Under MPICH, which needs its process, it sleeps."""
     ranks = (str(mpi.folder / "python"), "-m", "pala.train", *CARTPOLE, "--run.name", "r", *ENDLESS)
@@ -261,16 +245,6 @@ def test_deaths_one_after_the_other_take_spares_until_there_are_none(any_mpi: La
 
 
 @pytest.mark.slow
-def test_spares_that_nobody_needed_end_with_the_run(any_mpi: Launcher, tmp_path: Path) -> None:
-    start_with_spares(any_mpi, 2, 2, "--total-steps", "6000", "--evaluation.episodes", "2", cwd=tmp_path)
-    (job,), run = any_mpi.jobs, tmp_path / "runs/r"
-    assert job.wait().status == 0 and record_of(run)["completed"], job.output
-    assert "lost_ranks" not in record_of(run)["segments"][0] and (run / "evaluation.json").exists()
-    assert not re.search("died|pala: error|killed|Traceback", job.output, re.I), job.output
-    assert_all_end(tmp_path)
-
-
-@pytest.mark.slow
 def test_a_death_in_the_last_moment_needs_no_spare(any_mpi: Launcher, tmp_path: Path) -> None:
     """The first rank and a spare die when they have heard of the end."""
     arguments = [*CARTPOLE, "--run.name", "r", "--run.spares", "1", "--total-steps", "4000"]
@@ -323,21 +297,6 @@ def test_a_stopped_job_says_its_last_words_when_ranks_are_gone(spares: int, any_
     job.process.send_signal(signal.SIGUSR1)
     assert job.wait().status == 128 + signal.SIGUSR1, job.output
     assert "go on with: mpirun --with-ft ulfm -np 3 python -m pala.train --resume runs/r" in job.output, job.output
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
-    disturbance = """
-        if rank == 1 and steps == 20:
-            open("fails", "w").close()
-            raise RuntimeError("the planted fault")
-        while steps == 100 and not os.path.exists("fails"):
-            time.sleep(0.01)"""
-    job = start_disturbed(any_mpi, 3, disturbance, "--total-steps", "5000", cwd=tmp_path).wait()
-    record = record_of(tmp_path / "runs/r")
-    assert "pala: rank 1 failed; the others go on." in job.output and "the planted fault" in job.output, job.output
-    assert record["completed"] and [lost["rank"] for lost in record["segments"][0]["lost_ranks"]] == [1]
-    assert_all_end(tmp_path)
 
 
 @pytest.mark.slow
@@ -501,25 +460,6 @@ def test_when_the_rank_that_evaluates_is_killed_another_does(any_mpi: Launcher, 
     assert record["completed"] and [lost["rank"] for lost in segment["lost_ranks"]] == [0]
     assert segment["conclusion"] == {"evaluation": "interrupted by SIGUSR1", "rank": 1}
     assert job.status != 0 and job.output.count("evaluation: plays") <= 2, job.output
-
-
-@pytest.mark.slow
-def test_allreduce_ends_with_the_name_of_the_rank_whose_observations_are_not_finite(
-    any_mpi: Launcher, tmp_path: Path
-) -> None:
-    """Of several guilty ranks: `test_endings.py`."""
-    disturbance = """
-        if steps > 100 and rank == 1:
-            observation, *rest = super().step(action)
-            return observation * float("nan"), *rest"""
-    options = ["--exchange.kind", "allreduce", *ENDLESS]
-    job = start_disturbed(any_mpi, 3, disturbance, *options, cwd=tmp_path).wait()
-    sentences = dict(re.findall(r"pala: error: \[rank (\d)\] update \d+: (.*)no finite gradient", job.output))
-    assert job.status != 0 and sentences, job.output  # who ends the job may do so before another has said it
-    assert all(said == ("" if rank == "1" else "rank 1 has given ") for rank, said in sentences.items()), job.output
-    (segment,) = record_of(tmp_path / "runs/r")["segments"]
-    assert segment["status"] == "failed" and "no finite gradient" in segment["error"]
-    assert_all_end(tmp_path)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from pala.exchange.wire import Refusal
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
 from pala.gorila.replay import Batch, Experience, Replay, experience_of, reset_frames
 from pala.system.errors import PalaError
-from test_replay import FRAMES, VECTORS, Game, told
+from support.played import FRAMES, VECTORS, Game, told
 
 ACTIONS = 5
 reproducible = settings(derandomize=True, deadline=None, max_examples=100)

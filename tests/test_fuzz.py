@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import pickle
 import struct
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pala.comm.base import Packet, Received, Receiver, Transport
@@ -41,21 +40,14 @@ from pala.run import checkpoint
 from pala.run.metrics import metrics_path
 from pala.run.view import RunView
 from pala.system.errors import PalaError
+from support.checkpoints import SIGNATURE, file_of, make_state, same
+from support.comparisons import GAME, plan_of
+from support.comparisons import make_run as make_compared_run
+from support.fuzzing import TIMES, damaged, damages, fuzz
 from support.helpers import memory_growth_below, slow_but_for
-from test_checkpoint import SIGNATURE, file_of, make_state, same
-from test_codecs import COMPRESSIONS, PARAMETERS, RANKS, Node
-from test_compare import GAME, plan_of
-from test_compare import make_run as make_compared_run
+from support.nodes import COMPRESSIONS, PARAMETERS, RANKS, Node
 
-TIMES = int(os.environ.get("PALA_FUZZ_TIMES", "0"))
 MOST_GROWTH_KIB = (3000 if TIMES else 300) << 10  # inputs have a few hundred kilobytes; Hypothesis keeps much of all
-
-
-def fuzz(examples: int) -> settings:
-    return settings(
-        max_examples=examples * (TIMES or 1), derandomize=not TIMES, deadline=None, database=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -67,28 +59,6 @@ def neither_unpickling_nor_much_memory(monkeypatch: pytest.MonkeyPatch) -> Itera
         monkeypatch.setattr(module, name, never)
     with memory_growth_below(MOST_GROWTH_KIB):
         yield
-
-
-def damaged(data: bytes, damage: list[tuple[str, float, bytes]]) -> bytes:
-    """Apply damages, each at a place that is a fraction of the length."""
-    for how, place, what in damage:
-        at = int(place * len(data))
-        if how == "write":
-            data = data[:at] + what + data[at + len(what) :]
-        elif how == "insert":
-            data = data[:at] + what + data[at:]
-        elif how == "cut":
-            data = data[:at]
-        elif data and how == "flip":
-            data = data[:at] + bytes([data[at] ^ (1 << len(what) % 8)]) + data[at + 1 :]
-    return data
-
-
-places = st.floats(0, 1, exclude_max=True)
-damages = st.lists(
-    st.tuples(st.sampled_from(["write", "insert", "cut", "flip", "flip"]), places, st.binary(max_size=12)),
-    min_size=1, max_size=3,
-)  # fmt: skip
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -412,7 +382,7 @@ def test_any_sequence_of_messages_ends_in_refusals(mixing: str, compression: str
 
 
 @pytest.mark.parametrize("taken", [False, True])
-@pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
+@pytest.mark.parametrize("mixing", slow_but_for(["uniform", "push_sum", "paired"], "uniform"))
 def test_a_flood_of_messages_takes_no_memory(mixing: str, taken: bool) -> None:
     """From a peer that waits for nothing, and takes what is sent to it, or nothing."""
     valid, node = gossip_messages(mixing == "paired", "none"), Gossiping(mixing, "none", 0)

@@ -20,10 +20,10 @@ from pala.gorila.replay import Batch, experience_of, reset_frames
 from pala.gorila.roles import assign
 from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
+from support.fuzzing import damaged, damages, fuzz
 from support.gorila_ranks import CPU, GLOBAL, Rank, make_config, make_network, make_ranks, play
 from support.gorila_ranks import without_patience as without_patience
-from test_fuzz import damaged, damages, fuzz
-from test_replay import Game, Row, told
+from support.played import Game, Row, told
 
 # ---- what is joined --------------------------------------------------------------------------------------------------
 

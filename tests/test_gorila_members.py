@@ -19,7 +19,7 @@ from pala.gorila.members import Members
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.roles import assign
 from pala.system.errors import PalaError
-from test_fuzz import fuzz
+from support.fuzzing import fuzz
 
 PATIENCE_S = 60.0
 BUNDLED, TWO_SHARDS = GorilaConfig(), GorilaConfig(num_shards=2)

@@ -21,6 +21,7 @@ from pala.exchange.budget import Stop
 from pala.gorila import worker as worker_module
 from pala.gorila.messages import Kind
 from pala.system.errors import EndError, PalaError
+from support.fuzzing import damaged, damages, fuzz
 from support.gorila_ranks import (
     CELLS,
     ENV_SEEDS,
@@ -39,7 +40,6 @@ from support.gorila_ranks import (
 )
 from support.gorila_ranks import without_patience as without_patience
 from support.helpers import slow_but_for
-from test_fuzz import damaged, damages, fuzz
 
 # ---- plain DQN -------------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize("learning", LEARNING)
+@pytest.mark.parametrize("learning", slow_but_for(LEARNING, "rmsprop, double, three environments"))
 @pytest.mark.parametrize("ranks", slow_but_for(RANKS, "five ranks, two of them shards, one the replay"))
 def test_one_actor_and_one_learner_in_lockstep_are_plain_dqn(learning: str, ranks: str) -> None:
     """After every update, whatever the roles' ranks and the number of shards."""

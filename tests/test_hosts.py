@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,21 +25,6 @@ pytestmark = pytest.mark.mpi
 
 SCRIPT = REPOSITORY / "launch" / "virtual_hosts.py"
 SUPERVISE = REPOSITORY / "launch" / "supervise.py"
-
-
-@functools.cache
-def why_not() -> str | None:
-    return virtual_hosts.why_not()
-
-
-@pytest.fixture
-def possible(any_mpi: Launcher) -> Iterator[Launcher]:
-    """Open MPI where there can be virtual hosts; afterwards, no interface more than before."""
-    if (reason := why_not()) is not None:
-        pytest.skip(reason)
-    before = sorted(Path("/sys/class/net").iterdir())
-    yield any_mpi
-    assert sorted(Path("/sys/class/net").iterdir()) == before
 
 
 def start_train(hosts: VirtualHosts, launcher: Launcher, *arguments: str, cwd: Path) -> Job:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -103,6 +104,12 @@ def test_no_import_points_outwards() -> None:
             if own in rank and other != own and (other not in rank or rank[other] >= rank[own]):
                 outwards.add((module, used))
     assert not outwards
+
+
+def test_no_test_module_imports_another() -> None:
+    """They share `support` alone."""
+    for path in (REPOSITORY / "tests").rglob("*.py"):
+        assert not re.search(r"^\s*(?:from|import) (?:tests\.)?test_", path.read_text(), re.MULTILINE), path
 
 
 def loaded_after(code: str) -> set[str]:

@@ -64,6 +64,7 @@ from pala.testing.faults import (
     stop_at,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.environments import Sparkle
 from support.helpers import slow_among, slow_but_for, wait_for
 from support.memory_jobs import (
     BATCH,
@@ -83,7 +84,6 @@ from support.memory_jobs import (
     stopped_well,
     train,
 )
-from test_evaluate import Sparkle
 
 # ---- all is well -----------------------------------------------------------------------------------------------------
 
@@ -627,7 +627,8 @@ def test_a_resumed_run_leaves_out_what_the_dead_had(tmp_path: Path, capsys: pyte
 # ---- ranks that stop, messages that are lost or damaged --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", slow_but_for(KINDS, "gossip"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path: Path) -> None:
     """The others wait for it for a moment only, or for as long as it is stopped; in the end all complete."""
     goes_on, made = KINDS[kind].outlives_ranks, [list[float](), list[float](), list[float]()]
@@ -1102,7 +1103,7 @@ def test_a_model_that_mpi_cannot_send_is_told(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["gossip", "none"])
+@pytest.mark.parametrize("kind", slow_but_for(["gossip", "none"], "none"))
 def test_a_run_of_many_models_goes_on_with_one(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     trained = train(2, configure(tmp_path, kind))
     before, made = trained.states(), sum(own_steps(trained.states()))

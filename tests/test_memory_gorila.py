@@ -30,7 +30,7 @@ from pala.testing.faults import (
     signal_at,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
-from support.helpers import slow_among
+from support.helpers import slow_among, slow_but_for
 from support.memory_jobs import (
     ENDLESS,
     GORILA,
@@ -56,6 +56,7 @@ def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, 
     assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
 
 
+@pytest.mark.slow
 def test_a_minibatch_that_is_too_large_to_be_sent_is_refused_before_it_is_made(tmp_path: Path) -> None:
     config = gorila(tmp_path, replace(GORILA, minibatch_size=1_000_000))
     for error in train(2, replace(config, env=EnvConfig(num_envs=2))).results:
@@ -215,7 +216,7 @@ def test_a_replay_with_no_room_for_every_environment_is_refused(tmp_path: Path) 
         assert "raise it to 8 at least" in str(error)
 
 
-@pytest.mark.parametrize("before", [SEPARATE, GORILA])
+@pytest.mark.parametrize("before", slow_but_for([SEPARATE, GORILA], GORILA))
 def test_a_replay_of_ranks_with_other_roles_is_not_used(
     before: GorilaConfig, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

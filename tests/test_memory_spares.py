@@ -30,7 +30,7 @@ from pala.testing.faults import (
     stop_at_message,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
-from support.helpers import slow_but_for, wait_for
+from support.helpers import slow_among, slow_but_for, wait_for
 from support.memory_jobs import (
     BATCH,
     NEEDING_ALL,
@@ -200,7 +200,7 @@ def test_a_spare_that_is_stopped_as_it_takes_a_place_ends_the_job_at_the_end(
     assert resumed.ended_well(but_for=[3])
 
 
-@pytest.mark.parametrize(("ranks", "spares", "dead"), [(3, 1, None), (3, 0, 2), (2, 0, None)])
+@pytest.mark.parametrize(("ranks", "spares", "dead"), slow_among([(3, 1, None), (3, 0, 2), (2, 0, None)], 3))
 def test_ranks_that_all_leave_in_the_same_moment_are_not_lost(
     ranks: int, spares: int, dead: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,7 @@ def test_the_mean_is_over_the_last_100_episodes_of_all_ranks(run):
         assert view.num_episodes == end
 
 
+@pytest.mark.slow
 def test_a_long_history_is_read_in_little_memory(run):
     """As a resume does, and who keeps the record after the first rank's death."""
     lines = [json_text(episode(n, n / 100, float(n % 7))) + "\n" for n in range(100_000)]

@@ -13,8 +13,8 @@ from pala.a2c.momentum import Momentum
 from pala.config import Config
 from pala.exchange.none import NoExchange
 from pala.system import blocks
+from support.learning import BATCH, Run, configured
 from support.memory_jobs import configure, train
-from test_learner import BATCH, Run, configured
 
 
 def by_formula(own_steps: Tensor, exchanged: Tensor, momentum: float, smoothing: float) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from pala.a2c.movement import Movement
 from pala.run.metrics import progress_kept
+from support.helpers import slow_but_for
 
 
 def play(taken_back: float, ranks: int = 3, updates: int = 40, size: int = 20_000) -> tuple[list, list]:
@@ -30,7 +31,7 @@ def play(taken_back: float, ranks: int = 3, updates: int = 40, size: int = 20_00
     return own, moved
 
 
-@pytest.mark.parametrize("taken_back", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("taken_back", slow_but_for([0.0, 0.2, 0.5], 0.2))
 def test_what_is_taken_back_is_found(taken_back: float) -> None:
     assert progress_kept(*play(taken_back)) == pytest.approx(1 - taken_back, abs=1e-3)
 

@@ -16,9 +16,8 @@ from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
 from support.mpi import LAUNCHERS, Launcher, assert_all_end, processes_in
-from support.run_folders import all_train, states_of
+from support.run_folders import all_train, assert_trained_one_policy, states_of
 from support.standing_ranks import StandingRanks
-from test_training import assert_trained_one_policy
 
 pytestmark = pytest.mark.mpi
 
@@ -112,16 +111,6 @@ def test_nan_without_peers_ends_with_a_sentence(any_mpi: Launcher, tmp_path: Pat
     assert job.status != 0
     assert "[rank 1] update 80: the parameters are not finite and there is no peer to recover from" in job.output
     assert "Traceback" not in job.output
-
-
-@pytest.mark.slow
-def test_ranks_with_different_configurations_are_told(any_mpi: Launcher, tmp_path: Path) -> None:
-    python = str(any_mpi.folder / "python")
-    one = ["-np", "1", python, "-m", "pala.train", *CARTPOLE, "--total-steps", "1000"]
-    job = any_mpi.start(*one, ":", *one, "--a2c.gamma", "0.5", cwd=tmp_path).wait()
-    assert job.status != 0
-    assert "Rank 1: this rank was started with another configuration than rank 0: 'a2c.gamma' is 0.5" in job.output
-    assert "Traceback" not in job.output and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

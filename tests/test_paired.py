@@ -15,33 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from explorer.planted import (
-    AddsTheAnswerToTheInbox,
-    AnswersFromItsOffersSnapshot,
-    AnswersOnlyTheFirst,
     AnswersTheOfferItself,
-    AnswersWhenItHasMoved,
-    AnswersWithoutMoving,
     BothAnswerWhenOffersCross,
     ClosesNothing,
-    ClosesNothingThatIsRefused,
     ClosesOffersToTheSilent,
     DoesNotVoidAfterHealing,
-    ForgetsTheAnswersOfTheDead,
     ForgetsTheMovesItOwes,
     ForgetsToCloseAtADeath,
     IgnoresTheNumber,
     KeepsForAnother,
     KeepsNothing,
-    KeepsTheAnswersToVoidOffers,
     LeavesAnAnswerThatCannotBeReadOpen,
     MakesASecondOffer,
     MovesByItsOwnFraction,
     MovesTheModelThatActs,
     MovesTwice,
     NobodyAnswersWhenOffersCross,
-    PullsTwice,
     RepliesToNothingThatCannotBeRead,
-    ReusesAnOpenOffersSnapshot,
     SettlesTooLate,
     WaitsForAnyMix,
 )
@@ -710,26 +700,18 @@ def test_damaged_models_leave_nobody_waiting() -> None:
 # ---- planted bugs: the checks above must find them -------------------------------------------------------------------
 
 
+# Of each symptom one or two; `test_explore.py` finds the others.
 BUGS = {
     MakesASecondOffer: "second offer",
     MovesByItsOwnFraction: "sum of all models",
     ForgetsToCloseAtADeath: "deadlock",
-    ForgetsTheAnswersOfTheDead: "sum of all models",
-    AnswersWithoutMoving: "sum of all models",
-    AnswersWhenItHasMoved: "sum of all models",
-    AnswersOnlyTheFirst: "sum of all models",
-    ClosesNothingThatIsRefused: "deadlock",
     ClosesOffersToTheSilent: "process lock|sum of all models",
-    KeepsTheAnswersToVoidOffers: "sum of all models|before it was healed",
     DoesNotVoidAfterHealing: "before it was healed",
 }
 
 
 # The schedule to begin with, where those before it take long and do not find the bug, or only after long.
-FIRST = {
-    MovesByItsOwnFraction: 5, ForgetsToCloseAtADeath: 60, ForgetsTheAnswersOfTheDead: 168, AnswersOnlyTheFirst: 5,
-    ClosesNothingThatIsRefused: 21, KeepsTheAnswersToVoidOffers: 3, DoesNotVoidAfterHealing: 12,
-}  # fmt: skip
+FIRST = {MovesByItsOwnFraction: 5, ForgetsToCloseAtADeath: 60, DoesNotVoidAfterHealing: 12}
 
 
 def paired_schedules(first: int) -> Iterable[Scenario]:
@@ -767,15 +749,11 @@ def test_bugs_after_damage_are_found_where_models_are_damaged(bug: type[Paired],
 
 
 DRIVER_BUGS = {
-    ReusesAnOpenOffersSnapshot: "sum of all models",
-    AnswersFromItsOffersSnapshot: "sum of all models",
     MovesTwice: "sum of all models",
     KeepsNothing: "only when it was answered",
     KeepsForAnother: "only when it was answered|answer to another",
-    AddsTheAnswerToTheInbox: "sum of all models",
     AnswersTheOfferItself: "sum of all models",
     ClosesNothing: "memory for",
-    PullsTwice: "sum of all models",
     MovesTheModelThatActs: "acts with changed",
     ForgetsTheMovesItOwes: "sum of all models",
     SettlesTooLate: "without the moves owed",

@@ -15,6 +15,7 @@ from pala.exchange.gossip.messages import Accept, Action, Clear, GoOn, Heal, Kin
 from pala.exchange.gossip.one_way import OneWay
 from pala.exchange.gossip.topology import GRAPHS
 from support.gossip import Rank, credit_came, message, mixed, model_came, protocol, sent_to, told, update, waits
+from support.helpers import slow_but_for
 
 SIZES = [1, 2, 3, 5, 8, 13]
 ALIKE = ("uniform", "push_sum")  # in lockstep, where all weights stay 1, every model counts the same
@@ -70,7 +71,7 @@ def test_in_lockstep_the_mixing_matrix_is_the_topologys_and_keeps_the_mean(topol
         assert all(p.weight == pytest.approx(1) for p in ranks)
 
 
-@pytest.mark.parametrize("mixing", ALIKE)
+@pytest.mark.parametrize("mixing", slow_but_for(ALIKE, "uniform"))
 def test_in_lockstep_the_spread_shrinks_as_the_theory_says(mixing: str) -> None:
     def spread_after(rounds: int, n: int, topology: str, seed: int = 1) -> float:
         """Variance, as a fraction of what it was."""

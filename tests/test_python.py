@@ -51,9 +51,10 @@ from pala.run.metrics import read_run
 from pala.system.errors import CollectiveError, PalaError
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
+from support.environments import Deadly, Locked, Sparkle, Told
 from support.helpers import record_of
 from support.memory_jobs import configure, gorila
-from test_evaluate import CARTPOLE, Sparkle, make_run, network_of
+from support.policies import CARTPOLE, make_run, network_of
 
 PAGE = REPOSITORY / "docs" / "python.md"
 EXAMPLES = REPOSITORY / "examples"
@@ -335,24 +336,13 @@ def test_a_policy_is_evaluated_with_the_runs_own_settings(tmp_path: Path) -> Non
     assert torch.get_num_threads() == threads and not (run / "evaluation.json").exists()
 
 
-class Told(Sparkle):
-    """Says at an episode's end, of five steps, how it went."""
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self._number = getattr(self, "_number", 0) + 1
-        return super().reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> Any:
-        observation, reward, terminated, truncated, _ = super().step(action)
-        return observation, reward, terminated, truncated, {"is_success": self._number % 2 == 0, "unseen": None}
-
-
 @pytest.mark.parametrize(("vectorization", "algorithm"), [("sync", "a2c"), ("async", "a2c"), ("sync", "gorila")])
 def test_numbers_of_an_episodes_info_are_recorded_and_evaluated(
     vectorization: Literal["sync", "async"], algorithm: str, tmp_path: Path
 ) -> None:
     config = gorila(tmp_path, steps=200) if algorithm == "gorila" else configure(tmp_path, steps=200)
-    config = replace(config, env=replace(config.env, vectorization=vectorization, episode_info=("is_success",)))
+    env = replace(config.env, num_envs=2, vectorization=vectorization, episode_info=("is_success",))
+    config = replace(config, env=env)
     results = train(2, config, make_env=Told)
     assert [result.status for result in results] == ["completed"] * 2
     num_told = 0
@@ -381,7 +371,7 @@ def test_a_number_that_no_info_has_is_told(
     key: str, said: str, vectorization: Literal["sync", "async"], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
     config = configure(tmp_path, steps=200)
-    env = replace(config.env, vectorization=vectorization, episode_info=(key,))
+    env = replace(config.env, num_envs=1, vectorization=vectorization, episode_info=(key,))
     (error,) = train(1, replace(config, env=env), make_env=Told)
     assert isinstance(error, PalaError) and said in str(error) and "Traceback" not in capfd.readouterr().err
     with pytest.raises(PalaError, match=r"'env.episode_info' is \['x'\], but 'ALE/Pong-v5'"):
@@ -482,7 +472,8 @@ def test_a_factory_that_cannot_be_sent_to_a_process_is_told(tmp_path: Path) -> N
 
 
 def test_a_run_that_left_its_evaluation_out_can_be_evaluated(tmp_path: Path) -> None:
-    config = replace(CARTPOLE, evaluation=replace(CARTPOLE.evaluation, episodes=0))
+    short = replace(CARTPOLE.env, max_episode_steps=7)
+    config = replace(CARTPOLE, env=short, evaluation=replace(CARTPOLE.evaluation, episodes=0))
     run = make_run(tmp_path / "run", config, network_of(config))
     assert pala.evaluate_policy(run).episodes == 100
 
@@ -1029,12 +1020,6 @@ def test_a_factory_that_gives_one_environment_twice_is_told() -> None:
     locked.close()
 
 
-class Locked(gymnasium.Wrapper):
-    def __init__(self) -> None:
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self.lock = threading.Lock()
-
-
 def test_a_factory_that_cannot_be_kept_is_told(tmp_path: Path) -> None:
     lock = threading.Lock()
     with pytest.raises(PalaError, match=r"'make_env' cannot be kept .*pickle.*: define it in a module"):
@@ -1073,20 +1058,6 @@ def test_a_worker_that_died_is_not_waited_for(worker: int, tmp_path: Path) -> No
     (error,) = run_ranks(1, main)
     assert isinstance(error, RuntimeError) and "The process of an environment has ended" in str(error), error
     assert not multiprocessing.active_children()
-
-
-class Deadly(gymnasium.Wrapper):
-    """Its process dies in the fifth step, if it is this worker's."""
-
-    def __init__(self, worker: int) -> None:
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self.steps, self.worker = 0, worker
-
-    def step(self, action: Any) -> Any:
-        self.steps += 1
-        if self.steps == 5 and multiprocessing.current_process().name.endswith(f"-{self.worker}"):
-            os._exit(3)
-        return super().step(action)
 
 
 def test_ale_ids_take_no_wrappers() -> None:

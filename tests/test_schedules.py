@@ -27,8 +27,6 @@ from explorer.planted import (
     AddsNothing,
     AddsUpWhatItHears,
     AsksNobody,
-    CountsReceivedWeightTwice,
-    CountsTheDeadsStepsTwice,
     DropsAndMerges,
     FillsASnapshotOnItsWay,
     ForgetsTheDead,
@@ -38,23 +36,12 @@ from explorer.planted import (
     HealsOnlyWithAFullRound,
     IgnoresTheLock,
     KeepsItsStaleModel,
-    KeepsPartsWhileItMustHeal,
-    KeepsTheCredit,
     KeepsTheWeightItSends,
-    KeepsWhatItShouldForget,
     LeavesThePlacesOfSparesEmpty,
     LosesCredits,
-    LosesTheWeightOfTheRefused,
-    NeverSendsOnceMore,
-    PaysNoDebtsWhileItWaits,
-    SendsToOneOnly,
     Stumbles,
     TakesEveryDeathForItsTurn,
-    TakesTheDeadsWeightForLost,
-    TakesWhatWasSentLongAgo,
     TakesWhoWaitsForAnAnswerForSilent,
-    TellsNobodyOfTheEnd,
-    TellsNoDeaths,
     TellsTheEndOnlyOnce,
     WaitsForTheStopped,
     WaitsOneUpdateTooLate,
@@ -67,7 +54,7 @@ from pala.exchange.gossip.topology import GRAPHS
 from pala.lab.simulate.scenario import Scenario
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from support import REPOSITORY
-from support.helpers import slow_but_for, wait_for
+from support.helpers import slow_among, slow_but_for, wait_for
 from support.mpi import assert_all_end, processes_in
 
 SIZES = [1, 2, 3, 5, 8, 13]
@@ -167,7 +154,7 @@ def test_the_overshoot_of_the_budget_is_bounded(scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("n", [2, 5, 13])
+@pytest.mark.parametrize("n", slow_but_for([2, 5, 13], 2, 5))
 def test_among_ranks_of_like_speed_somebody_soon_knows_the_budget(topology: str, n: int) -> None:
     """The D of the bound above: as many exchanges as the counters need to reach somebody from everybody."""
     exchanges = {"complete": 1, "ring": n - 1}.get(topology, (n - 1).bit_length() + 1)
@@ -403,26 +390,18 @@ def test_a_failure_of_any_kind_names_its_schedule() -> None:
 # ---- planted bugs: the checks above must find them -------------------------------------------------------------------
 
 
+# Of each symptom one or two; `test_explore.py` finds the others.
 BUGS = {
     LosesCredits: "deadlock",
-    CountsReceivedWeightTwice: "push-sum weight",
     KeepsTheWeightItSends: "push-sum weight",
-    LosesTheWeightOfTheRefused: "push-sum weight",
-    PaysNoDebtsWhileItWaits: "deadlock",
     IgnoresTheLock: "process lock|push-sum weight",
     WaitsOneUpdateTooLate: "staleness",
     AddsUpWhatItHears: "known steps",
-    TellsNobodyOfTheEnd: "deadlock",
     ForgetsTheDead: "deadlock",
-    NeverSendsOnceMore: "deadlock",
-    CountsTheDeadsStepsTwice: "known steps",
     HealsOnlyWithAFullRound: "deadlock|stale",
     HealsFromParts: "healed by a part",
-    KeepsPartsWhileItMustHeal: "deadlock|stale",
     WaitsForTheStopped: "deadlock|waited",
     KeepsItsStaleModel: "stale",
-    TakesWhatWasSentLongAgo: "stale",
-    TakesTheDeadsWeightForLost: "push-sum weight",
     TakesEveryDeathForItsTurn: "places: ranks",
     LeavesThePlacesOfSparesEmpty: "places: ranks",
     AsksNobody: "places: nobody",
@@ -431,10 +410,13 @@ BUGS = {
 
 # The schedule to begin with, where those before it take long and do not find the bug, or only after long.
 FIRST = {
-    TellsNobodyOfTheEnd: 8, ForgetsTheDead: 9, NeverSendsOnceMore: 60, HealsOnlyWithAFullRound: 6, HealsFromParts: 16,
-    KeepsPartsWhileItMustHeal: 49, TakesTheDeadsWeightForLost: 54, TakesEveryDeathForItsTurn: 42,
-    LeavesThePlacesOfSparesEmpty: 9, AsksNobody: 42,
-}  # fmt: skip
+    ForgetsTheDead: 9,
+    HealsOnlyWithAFullRound: 6,
+    HealsFromParts: 16,
+    TakesEveryDeathForItsTurn: 42,
+    LeavesThePlacesOfSparesEmpty: 9,
+    AsksNobody: 42,
+}
 
 
 @pytest.mark.parametrize(("bug", "symptom"), BUGS.items())
@@ -479,17 +461,13 @@ def test_dropping_debts_and_merging_models_costs_the_pace() -> None:
 
 
 DRIVER_BUGS = {
-    KeepsTheCredit: "deadlock",
-    TellsNoDeaths: "deadlock",
     AcceptsPoison: "poison|deadlock|nan",
     AddsNothing: "push-sum weight|zero|nan",
-    KeepsWhatItShouldForget: "push-sum weight|healed by a part|stale",
     FillsASnapshotOnItsWay: "wrote over a message",
-    SendsToOneOnly: "deadlock|push-sum weight",
 }
 
 
-DRIVER_FIRST = {TellsNoDeaths: 9, AcceptsPoison: 66, SendsToOneOnly: 12}
+DRIVER_FIRST = {AcceptsPoison: 66}
 
 
 @pytest.mark.filterwarnings("ignore:.*divide:RuntimeWarning")
@@ -516,17 +494,12 @@ def test_stopped_peers_that_hold_all_snapshots_hold_up_nobody() -> None:
     assert mixes_beside_stopped_peers(HasNoSpareSnapshots) == 0
 
 
-@pytest.mark.parametrize(("number", "draw_s"), [(signal.SIGTERM, 0.0), (signal.SIGKILL, 5.0)])
+@pytest.mark.parametrize(
+    ("number", "draw_s"), slow_among([(signal.SIGTERM, 0.0), (signal.SIGKILL, 5.0)], signal.SIGKILL)
+)
 def test_its_processes_end_with_it(number: signal.Signals, draw_s: float, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(REPOSITORY / "tests" / "explorer"),
-        "check",
-        "--schedules",
-        "1000000",
-        "--processes",
-        "2",
-    ]
+    explorer = str(REPOSITORY / "tests" / "explorer")
+    command = [sys.executable, explorer, "check", "--schedules", "1000000", "--processes", "2"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as check:
         try:

@@ -20,7 +20,7 @@ from pala.lab.simulate.costs import Costs, control_bytes, costs_of
 from pala.lab.simulate.gossip import GossipCluster, predict_gossip
 from pala.lab.simulate.gossip import measured as played
 from pala.system.errors import PalaError
-from test_benchmark import canned, canned_job
+from support.benchmarks import canned, canned_job
 
 MODEL_BYTES = 4_000_000
 COSTS = Costs(
@@ -212,6 +212,7 @@ def test_ranks_are_beside_each_other_on_their_own_host_alone() -> None:
             costs_of(benchmark, Path("b.json"))
 
 
+@pytest.mark.slow
 def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, output = tmp_path / "benchmark.json.gz", tmp_path / "out"
     file.write_bytes(gzip.compress(json.dumps(measured(host="h")).encode()))  # as in results/

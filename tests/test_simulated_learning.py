@@ -37,7 +37,7 @@ def test_equal_settings_and_seed_give_equal_trainings(method: str) -> None:
     assert len(first.episodes) > 10 and 1200 <= first.global_steps < 1200 + 3 * 20 * 3
 
 
-@pytest.mark.parametrize("method", ["paired", "none"])
+@pytest.mark.parametrize("method", slow_but_for(["paired", "none"], "paired"))
 def test_environments_that_are_processes_end_with_the_training(method: str) -> None:
     before = set(multiprocessing.active_children())
     env = dataclasses.replace(CONFIG.env, vectorization="async", num_envs=2)
@@ -65,7 +65,7 @@ def test_the_learning_rate_may_fall(method: str) -> None:
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
 
 
-@pytest.mark.parametrize("delay", [0.05, 3.0])
+@pytest.mark.parametrize("delay", slow_but_for([0.05, 3.0], 3.0))
 def test_paired_keeps_all_progress_and_uniform_does_not(delay: float) -> None:
     kept = {method: learn(method, CONFIG, Conditions(4, delay)).progress_kept for method in ("uniform", "paired")}
     assert kept["paired"] == pytest.approx(1, abs=0.05) and kept["uniform"] < 0.9

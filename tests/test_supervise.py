@@ -30,10 +30,9 @@ from pala.system.jobs import MpiJob
 from pala.train import parse
 from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
 from support import REPOSITORY
+from support.checkpoints import make_state
 from support.helpers import CARTPOLE, record_of, wait_for, write_paced
 from support.mpi import Job, Launcher, assert_all_end, processes_in, ranks_in
-from test_checkpoint import make_state
-from test_hosts import possible  # noqa: F401 - a fixture
 from virtual_hosts import VirtualHosts
 
 SCRIPT = REPOSITORY / "launch" / "supervise.py"
@@ -841,7 +840,8 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGQUIT, signal.SIGHUP])  # TERM: test_faults
+# SIGTERM and SIGUSR1: test_faults.py
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGHUP])
 def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
     if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("SIGHUP is ignored, as under nohup, and stays so")
@@ -905,7 +905,7 @@ def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.usefixtures("tidy")
 @pytest.mark.slow
-def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:  # noqa: F811
+def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:
     """A host that is cut off trains on by itself, until Open MPI misses it, here soon, and ends the job on both sides.
     Of one that is killed `test_hosts.py` shows that the job ends; from there on all is alike.
 

@@ -14,11 +14,11 @@ import torch
 
 from pala.comm.base import Communicator
 from pala.evaluation.scoring import Acting, evaluate
-from pala.run.checkpoint import load_policy, newest_segment, save_rank
+from pala.run.checkpoint import newest_segment, save_rank
 from pala.run.hooks import Callbacks
 from pala.run.metrics import read_run
 from support.helpers import CARTPOLE, record_of
-from support.run_folders import all_intervals, local_steps, parameters_of, states_of, total
+from support.run_folders import all_intervals, assert_trained_one_policy, parameters_of, states_of, total
 from support.standing_ranks import StandingRanks, train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -29,20 +29,6 @@ def test_any_number_of_ranks_trains_one_policy(standing: StandingRanks, ranks: i
     done = standing.train(ranks, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", cwd=tmp_path)
     assert done.status == 0, done.output
     assert_trained_one_policy(tmp_path / "runs/r", ranks)
-
-
-def assert_trained_one_policy(run: Path, ranks: int) -> None:
-    """The run is complete, its budget of 6000 steps met, models were mixed, none refused, and the policy is there."""
-    record = record_of(run)
-    segment = record["segments"][0]
-    assert record["completed"] and segment["ranks"] == ranks and len(segment["hosts"]) == ranks
-    steps = local_steps(run)
-    assert len(steps) == ranks and sum(steps) == segment["global_steps"] >= 6000
-    if ranks > 1:
-        assert total(run, "models_mixed") > 3 * ranks  # within 11 updates one is promised
-        assert total(run, "models_refused") == 0
-    named, header = load_policy(run / "policy.safetensors")
-    assert header["global_steps"] >= 6000 and all(bool(tensor.isfinite().all()) for tensor in named.values())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import reprlib
 import typing
 from typing import Any, Literal, TypeVar
@@ -42,16 +43,22 @@ def build(cls: type[T], table: dict[str, Any], source: str) -> T:
     return _build(cls, table, source, "", keys(cls))
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Return the types of a class's fields: compiled from text, and a plan of runs asks for them thousands of times."""
+    return typing.get_type_hints(cls)
+
+
 def keys(cls: Any, prefix: str = "") -> list[str]:
     """Return all dotted keys of a dataclass."""
     found: list[str] = []
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in _hints(cls).items():
         found += keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [prefix + name]
     return found
 
 
 def _build(cls: Any, table: dict[str, Any], source: str, prefix: str, known: list[str]) -> Any:
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     unknown = [key for key in table if key not in hints]
     if unknown:
         key = prefix + unknown[0][:_MOST_SHOWN]

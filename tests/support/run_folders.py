@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from pala.run.checkpoint import RankState, _rank_path, _read_rank, newest_segment
+from pala.run.checkpoint import RankState, _rank_path, _read_rank, load_policy, newest_segment
 from pala.run.metrics import read_run
 from pala.system.errors import PalaError
+from support.helpers import record_of
 
 
 def intervals(run: Path, rank: int) -> list[dict]:
@@ -62,3 +63,17 @@ def _newest(folder: Path, rank: int) -> RankState:
 def parameters_of(run: Path, rank: int) -> torch.Tensor:
     """A rank's parameters in its newest checkpoint."""
     return states_of(run, rank + 1)[rank].tensors["parameters"]
+
+
+def assert_trained_one_policy(run: Path, ranks: int) -> None:
+    """The run is complete, its budget of 6000 steps met, models were mixed, none refused, and the policy is there."""
+    record = record_of(run)
+    segment = record["segments"][0]
+    assert record["completed"] and segment["ranks"] == ranks and len(segment["hosts"]) == ranks
+    steps = local_steps(run)
+    assert len(steps) == ranks and sum(steps) == segment["global_steps"] >= 6000
+    if ranks > 1:
+        assert total(run, "models_mixed") > 3 * ranks  # within 11 updates one is promised
+        assert total(run, "models_refused") == 0
+    named, header = load_policy(run / "policy.safetensors")
+    assert header["global_steps"] >= 6000 and all(bool(tensor.isfinite().all()) for tensor in named.values())
