@@ -40,6 +40,13 @@ def test_pages_that_are_named_are_linked(page: Path) -> None:
     assert re.findall(r"docs/\w+\.md", without_links) == []
 
 
+def test_commands_that_are_requeued_trust_the_code_that_they_name() -> None:
+    lines = [line for page in GUIDES for line in page.read_text().splitlines()]
+    own = r"--(env\.id \S+:|env\.wrappers|network\.custom)"
+    requeued = [line for line in lines if re.search(r"preemptible\.sbatch|--continue", line) and re.search(own, line)]
+    assert requeued and not [line for line in requeued if "--trust-run" not in line]
+
+
 SOURCES = [f"/{file.relative_to(REPOSITORY)}" for top in ("pala", "tests", "launch", "docs", "examples", "configs")
            for file in (REPOSITORY / top).rglob("*.*")]  # fmt: skip
 
