@@ -1,6 +1,6 @@
 """Several hosts on one Linux machine, for tests and benchmarks of what only happens between hosts.
 
-    python launch/virtual_hosts.py --hosts 2 --ranks-per-host 1 --rate 100mbit -- python -m pala.train configs/pong.toml
+    python launch/virtual_hosts.py --hosts 2 --ranks-per-host 1 --rate 100mbit -- python -m pala.train pong
 
 A virtual host is a network namespace (an address, a link to a switch, no way out), a UTS namespace (a name) and a share
 of the machine's cores. MPI sees separate nodes and sends over TCP; a link can be slowed and cut; a host can be killed.
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", help="of each host's link, as 100mbit or 1gbit; by default without a limit")
     parser.add_argument("--cores-per-host", type=int, help="by default the machine's cores divided by the hosts")
-    parser.add_argument("command", nargs="+", help="after --, as in: -- python -m pala.train configs/pong.toml")
+    parser.add_argument("command", nargs="+", help="after --, as in: -- python -m pala.train pong")
     options = parser.parse_args()
     passed_on = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # not under nohup

@@ -41,6 +41,34 @@ def test_pages_that_are_named_are_linked(page: Path) -> None:
     assert re.findall(r"docs/\w+\.md", without_links) == []
 
 
+def test_commands_that_are_requeued_trust_the_code_that_they_name() -> None:
+    lines = [line for page in GUIDES for line in page.read_text().splitlines()]
+    own = r"--(env\.id \S+:|env\.wrappers|network\.custom)"
+    requeued = [line for line in lines if re.search(r"preemptible\.sbatch|--continue", line) and re.search(own, line)]
+    assert requeued and not [line for line in requeued if "--trust-run" not in line]
+
+
+SOURCES = [f"/{file.relative_to(REPOSITORY)}" for top in ("pala", "tests", "launch", "docs", "examples", "configs")
+           for file in (REPOSITORY / top).rglob("*.*")]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", [*GUIDES, REPOSITORY / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|sh|sbatch|toml))`", page.read_text()))
+    assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in SOURCES)] == []
+
+
+def test_the_table_of_packages_names_each_package_and_program() -> None:
+    table = (REPOSITORY / "docs/architecture.md").read_text().partition("\n| package |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`([\w./]+)`", "".join(line.split("|")[1] for line in table.splitlines()[1:])))
+    below = {f"{folder.parent.name}/": folder for folder in (REPOSITORY / "pala").glob("*/__init__.py")}
+    programs = {file.name for file in (REPOSITORY / "pala").glob("[a-z]*.py")}
+    instruments = {f"lab/{file.parent.name}/" for file in (REPOSITORY / "pala/lab").glob("*/__init__.py")} | {
+        f"lab/{file.name}" for file in (REPOSITORY / "pala/lab").glob("[a-z]*.py")
+    }
+    assert named == set(below) - {"lab/"} | programs | instruments
+
+
 COMMAND = r"(?:python -m pala\.|(?<=^ {4})pala )([.\w]+(?: (?:learn|progress|predict)\b)?)([^\n#`&]*)"
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGUSR1
+from signal import SIGTERM, SIGUSR1
 from typing import Any
 
 import gymnasium
@@ -264,6 +264,22 @@ def test_a_stopped_run_says_how_it_goes_on(
     ranks = Ranks(3, config, lambda comm, *rest: conclusion.conclude(*rest))
     ranks.train(lambda comm, updates: ranks.signal() if updates == 5 else None)
     assert f"go on with: {says}" in capsys.readouterr().out
+
+
+def test_commands_that_are_told_trust_a_run_that_brings_code_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would be refused."""
+    monkeypatch.delenv("PALA_SUPERVISED", raising=False)
+    config = replace(configure(tmp_path, steps=100), evaluation=EvaluationConfig(episodes=1))
+    Ranks(1, config).train()
+    run = tmp_path / "r"
+    result = Result(run, "stopped", 10, SIGTERM, True, 128 + SIGTERM)
+    for kept, told in ((None, f"--resume {run}\n"), ("module:Name", f"--resume {run} --trust-run\n")):
+        if kept is not None:
+            (run / "make_env.txt").write_text(kept)
+        conclusion.conclude(result, config, Interrupt())
+        assert told in capsys.readouterr().out
 
 
 # ---- the last words --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pala.evaluation.record import Evaluation, save
 from pala.evaluation.scoring import Acting, evaluate
 from pala.job.request import Result
 from pala.report.plot import plot
-from pala.run import checkpoint, run_folder
+from pala.run import checkpoint, run_folder, user_code
 from pala.run.best_policy import kept_best
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError, reason
@@ -35,9 +35,9 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     early = f" ({result.stopped_early})" if result.stopped_early else ""
     tell(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
-        tell(f"      go on with: {_going_on(result.run, config.run.spares)}")
+        tell(f"      go on with: {_going_on(result.run, config)}")
         return result
-    final_tasks = _FinalTasks(result.run, config)
+    final_tasks, trust = _FinalTasks(result.run, config), user_code.trust_option(result.run, config)
     tasks: list[tuple[str, Callable[[], str]]] = [
         ("evaluation", final_tasks.evaluate),
         ("learning curve", final_tasks.draw),
@@ -59,7 +59,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
         except KeyboardInterrupt:
             assert interrupt.signal is not None
             program = "evaluate" if what == "evaluation" else "plot"
-            run = shlex.quote(str(result.run))
+            run = shlex.quote(str(result.run)) + (trust if program == "evaluate" else "")
             tell(f"      {what}: interrupted; `python -m pala.{program} {run}` makes up for it")
             outcomes[what], status = f"interrupted by {interrupt.signal.name}", 128 + interrupt.signal
             break
@@ -67,7 +67,8 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     final = checkpoint.policy_header(result.run / run_folder.POLICY)
     if final is not None and (best := kept_best(result.run / run_folder.BEST_POLICY, final)) is not None:
         found = f"mean return {best['mean_return']:g} in training, after {best['global_steps']:,} steps"
-        tell(f"      best policy: {found}; `python -m pala.evaluate {shlex.quote(str(result.run))} --best` scores it")
+        run = shlex.quote(str(result.run))
+        tell(f"      best policy: {found}; `python -m pala.evaluate {run} --best{trust}` scores it")
     return replace(
         result,
         exit_status=status,
@@ -77,9 +78,10 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     )
 
 
-def _going_on(run: Path, spares: int) -> str:
+def _going_on(run: Path, config: Config) -> str:
     """Return how a stopped run is resumed as it was started, spares included."""
-    resume = f"--resume {shlex.quote(str(run))}"
+    spares = config.run.spares
+    resume = f"--resume {shlex.quote(str(run))}{user_code.trust_option(run, config)}"
     if os.environ.get(SUPERVISED):
         return f"the command that started it, with `{resume}` in place of the preset"
     ranks = run_folder.read(run)["segments"][-1]["ranks"] + spares

@@ -72,6 +72,11 @@ def check_trust(run: Path, config: Config, trust_run: bool, given: UserCode = NO
         )
 
 
+def trust_option(run: Path, config: Config) -> str:
+    """Return ` --trust-run`, to end a command with, for a run that brings code along; else nothing."""
+    return " --trust-run" * bool(_pieces(run, config, NO_CODE))
+
+
 def _whole_command() -> str:
     """Return the command to give instead, for a program that mpirun does not start."""
     program = sys.argv[0]
