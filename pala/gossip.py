@@ -113,7 +113,7 @@ class Gossip:
                 seed=self._settings.seed,
                 num_exact=flat.num_exact,
             )
-            self._stack = self._stack.pop_all()
+            self._stack = self._stack.pop_all()  # all went well: the handlers of signals stay until the block ends
         return self
 
     def __exit__(
@@ -143,10 +143,10 @@ class Gossip:
                 self._comm.detach()
                 from pala.comm.mpi_process import leave_job
 
-                leave_job()  # the others take this rank for dead: it may not end as one that MPI waits for
+                leave_job()  # the others take this rank for dead, so its process must end without MPI_Finalize
             while exchange.stop is Stop.NONE and exchange.living and self._interrupt.signal is None:
                 time.sleep(_LOOK_S)  # this MPI needs every process until the job ends
-        if exchange.stop is Stop.NONE:  # the loop of this rank ended early
+        if exchange.stop is Stop.NONE:  # the user's loop ended before the budget: training ends on all ranks
             exchange.stop_now(Stop.CALLBACK)
         exchange.close(_CLOSE_S)
         self._flat.data.copy_(exchange.final_parameters(_CLOSE_S))

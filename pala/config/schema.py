@@ -1,6 +1,6 @@
 """The whole configuration: frozen dataclasses, each field with its default, its facts, its meaning, unit and source.
 
-A fact is a range, or who reads a setting, or what it decides (`facts.py`). Nothing outside this file lists settings.
+A fact is a range, or who reads a setting, or what it decides (`facts.py`). No other file lists all settings.
 
 A configuration is made in three layers, the later over the earlier: the defaults below, a preset file (TOML,
 `configs/`), and dotted options on the command line (`--a2c.learning-rate 1e-3`). An unknown key or a value of the

@@ -61,7 +61,7 @@ class GossipExchange(ModelExchange):
         self._interrupt = interrupt
         self._exchanges_between_steps = settings.exchanges_per_update > 1
         self._stays = False  # it was told to leave, and has told others, but is there at the end
-        self._has_updated = False  # before, its moments know nothing, and half of that would go to a peer
+        self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
         self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
         codec = make_codec(settings, parameters, num_exact)
         protocol = make_protocol(Rules.of(settings, seed, codec.whole_every))
@@ -137,8 +137,8 @@ class GossipExchange(ModelExchange):
             if self.living and budget.stop is Stop.NONE:
                 say(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
                 return True
-            # Training has ended meanwhile, or others were told to leave at the same time, who may stay as well: who
-            # does, all learn when they close.
+            # Training has ended meanwhile, or others were told to leave at the same time and may stay as well:
+            # `close` settles which ranks stayed.
             self._stays = True
         if budget.stop is Stop.NONE:
             say(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
