@@ -601,6 +601,7 @@ def test_no_file_of_a_run_but_the_environment_executes_code(tmp_path: Path, monk
             # First the file alone: beside the pickle, `evaluate` and a resume are refused before they open others.
             for bad in (folder / file.relative_to(made), folder / "make_env.pkl"):
                 bad.write_bytes(pickle.dumps(Harm(mark)))
+                as_another_process(monkeypatch)  # this one may have resumed the run
                 open_everywhere(folder, mark)
 
 

@@ -1037,7 +1037,7 @@ def test_an_environment_that_takes_no_render_mode_is_told(monkeypatch: pytest.Mo
 
 def test_an_exception_in_training_closes_the_environments(tmp_path: Path) -> None:
     config = configure(tmp_path, steps=10**9)
-    config = replace(config, env=replace(config.env, vectorization="async"))
+    config = replace(config, env=replace(config.env, num_envs=2, vectorization="async"))
 
     def fail(moment: Moment) -> None:
         raise ZeroDivisionError
