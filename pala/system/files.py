@@ -94,7 +94,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def _refuse_link(path: str, status: os.stat_result) -> None:
-    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # some file systems count none
         return
     if stat.S_ISLNK(status.st_mode):
         what = "is a link"
