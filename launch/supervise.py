@@ -48,7 +48,7 @@ from pala.system.files import dated
 from pala.system.interrupt import LEAVE, hangup
 from pala.system.jobs import MpiJob
 from pala.system.launcher import Launch
-from pala.system.output import ANNOUNCEMENT, SUPERVISED, say
+from pala.system.output import ANNOUNCEMENT, SUPERVISED, log
 from pala.system.tables import flatten, shown
 from pala.train import Command, parse
 
@@ -453,7 +453,7 @@ class Supervisor:
 
     @staticmethod
     def _say(text: str) -> None:
-        say(f"supervise: {text}")
+        log(f"supervise: {text}")
 
 
 def survivable(mpirun: str) -> list[str]:
@@ -518,7 +518,7 @@ def _tell_of_other_settings(asked: Command, command: Command) -> None:
     changed = [key for key in now if now[key] != own[key] and not key.startswith("run.")]
     if changed:
         named = "; ".join(f"'{key}' is {shown(now[key])}, in the run {shown(own[key])}" for key in changed)
-        say(
+        log(
             f"supervise: run '{command.resume}' goes on with its own settings, which are not those that "
             f"'{asked.preset}' would give a new one: {named}. What is to change has to be given as an option."
         )
@@ -588,15 +588,15 @@ def main() -> NoReturn:
             signal.signal(number, supervisor.on_signal)
         launch = Launch.detect()
         if launch.size > 1 and launch.rank == 0:
-            say(
+            log(
                 f"supervise: this was started {launch.size} times at once, as by srun or mpirun, and each starts a job "
                 "of its own. For one run start it once: it calls mpirun itself."
             )
         sys.exit(supervisor.supervise())
     except PalaError as error:
-        say(f"supervise: error: {error}")
+        log(f"supervise: error: {error}")
     except OSError as error:
-        say(f"supervise: error: {reason(error)}")
+        log(f"supervise: error: {reason(error)}")
     sys.exit(2)
 
 

@@ -143,14 +143,14 @@ def _with_random_numbers_of_its_own() -> Iterator[None]:
 def _note_on_unused(request: Request) -> None:
     """Say which settings a new run does not read, also of those that a preset set."""
     from pala.job.header import note_on_unused
-    from pala.system.output import say
+    from pala.system.output import log
 
     config, code = request.config, request.code
     if code.make_env is not None:  # which wins over the id
         config = replace(config, env=replace(config.env, id="environment made in Python"))
     note = note_on_unused(config, Config(), code.make_env is not None, code.make_network is not None)
     if request.resume is None and note:
-        say(note)
+        log(note)
 
 
 def _check_callable(**given: Any) -> None:

@@ -37,9 +37,9 @@ def main() -> None:
         return
     if name not in PROGRAMS:
         from pala.system.errors import nearest
-        from pala.system.output import say
+        from pala.system.output import log
 
-        say(f"pala: error: '{name}' is none of: {', '.join(PROGRAMS)}{nearest(name, PROGRAMS) or '.'}")
+        log(f"pala: error: '{name}' is none of: {', '.join(PROGRAMS)}{nearest(name, PROGRAMS) or '.'}")
         sys.exit(2)
     program = importlib.import_module("pala.doctor.__main__" if name == "doctor" else f"pala.{name}")
     signal.signal(signal.SIGINT, handler)

@@ -24,7 +24,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from pala.comm.agreement import collectively
-from pala.comm.mpi_process import leave_job, leave_mpi
+from pala.comm.mpi_process import close_mpi, leave_job
 from pala.config import Config, load_with_ranks
 from pala.config.checks import check
 from pala.job import entry
@@ -34,7 +34,7 @@ from pala.job.request import Request
 from pala.run import run_folder
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 
 _PROGRAM = "pala.train"
 
@@ -87,14 +87,14 @@ def _greet(command: Command, base: Base, job: Job) -> None:
     """Say the first words, before torch is loaded, which takes seconds."""
     if command.config.run.console == "none":
         return
-    tell(first_line(command.config, job.num_trainers))
+    print_result(first_line(command.config, job.num_trainers))
     if command.preset is not None:
         note = note_on_ranks(command.preset, base.config, base.ranks, command.config, job.num_trainers)
         if note:
-            say(note)
+            log(note)
     last = run_folder.read(command.resume)["segments"][-1] if command.resume else {}
     if note := note_on_unused(command.config, base.config, *run_folder.from_python(last)):
-        say(note)
+        log(note)
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def main() -> None:
         result = entry.train(comm, request, lambda job: _greet(command, base, job))
     if result.departs:
         leave_job()
-    leave_mpi(comm, finalize=command.config.run.spares == 0)(result.exit_status)
+    close_mpi(comm, finalize=command.config.run.spares == 0)(result.exit_status)
 
 
 if __name__ == "__main__":

@@ -312,7 +312,7 @@ def test_a_wait_for_environments_that_do_not_close_is_told(monkeypatch):
             assert told.wait(60)
 
     monkeypatch.setattr(envs_module, "_CLOSE_S", 0.01)
-    monkeypatch.setattr(envs_module, "say", lambda text: told.set() if "has not returned" in text else None)
+    monkeypatch.setattr(envs_module, "log", lambda text: told.set() if "has not returned" in text else None)
     make_envs(EnvConfig(num_envs=1), make_env=Slow).close()
     assert told.is_set()
 

@@ -39,7 +39,7 @@ from pala.run.metrics import MetricsWriter, Tail, metrics_path
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 from pala.testing.memory import run_ranks
 from pala.train import parse
 from support import REPOSITORY
@@ -340,7 +340,7 @@ def test_a_network_that_needs_terabytes_is_told(whole: Path, own_handlers: None,
 
 
 def test_a_terminal_is_not_controlled_by_a_runs_text(capsys: Any) -> None:
-    for words in (say, tell):
+    for words in (log, print_result):
         words("\x1b]0;title\x07 a\x9b2J b\x7f c\rd\x08\ttab é\nline")
         out, err = capsys.readouterr()
         assert (out + err) == "\\x1b]0;title\\x07 a\\x9b2J b\\x7f c\\rd\\x08\ttab é\nline\n"

@@ -191,7 +191,7 @@ def test_an_actor_plays_on_without_its_replay_until_that_answers(
     """Ranks: 2 shards, 2 replays, 2 learners, 2 actors. Replay 3, of actor 7, stops; replay 2 is learned from."""
     config = replace(SEPARATE, replay="global", num_replays=2, patience_s=1.0)
     said: list[str] = []
-    monkeypatch.setattr(exchange_module, "say", said.append)
+    monkeypatch.setattr(exchange_module, "log", said.append)
     silent, answers = "[rank 7] rank 3 has not answered for 1 s", "[rank 7] rank 3 answers again"
     learned = 0
 

@@ -36,7 +36,7 @@ from pala.run.tensorboard import TensorBoard
 from pala.run.view import RunView
 from pala.system.errors import PalaError
 from pala.system.files import json_text
-from pala.system.output import say
+from pala.system.output import log
 
 
 @pytest.fixture
@@ -503,10 +503,10 @@ def test_what_a_rank_says_stays_above_its_panel(run, capsys, monkeypatch):
     monkeypatch.setattr("pala.run.panel.terminal_size", lambda stream: (90, 30))
     panel, shown = Panel("PALA", (90, 30)), figures(run)
     panel.show(shown)
-    say("[rank 0] rank 3 on [vm] has died; 2 go on.")
+    log("[rank 0] rank 3 on [vm] has died; 2 go on.")
     panel.show(shown)
     panel.close()
-    say("later")
+    log("later")
     out, err = capsys.readouterr()
     first, *others = shown_by_a_terminal(out)
     assert first == "[rank 0] rank 3 on [vm] has died; 2 go on." and err == "later\n"

@@ -27,7 +27,7 @@ from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import Launch
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 from pala.system.resources import most_cores, share_of_cores, usable_cores
 from pala.system.seeding import derive, stream
 
@@ -326,8 +326,8 @@ def test_prepare_sizes_thread_pools_before_they_load_and_initialises_nothing():
 
 
 def test_what_is_said_is_one_line(capsys):
-    say("one")
-    say("two\n")
+    log("one")
+    log("two\n")
     assert capsys.readouterr().err == "one\ntwo\n"
 
 
@@ -350,7 +350,7 @@ def test_derived_seeds_are_int32_and_unlike():
 
 @pytest.mark.parametrize("output", ["/dev/full", "a closed pipe"])
 def test_what_cannot_be_told_is_no_reason_to_fail(output: str, tmp_path: Path) -> None:
-    code = "from pala.system.output import tell; tell('x' * 9999); tell('y'); open('done', 'w')"
+    code = "from pala.system.output import print_result; print_result('x' * 9999); print_result('y'); open('done', 'w')"
     if output == "/dev/full":
         command = ["sh", "-c", f'exec {sys.executable} -c "{code}" > /dev/full']
     else:
@@ -362,7 +362,7 @@ def test_what_cannot_be_told_is_no_reason_to_fail(output: str, tmp_path: Path) -
 def test_what_a_locale_cannot_write_is_replaced(monkeypatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr("sys.stdout", out)
-    tell("run 学, 3 ± 1")
+    print_result("run 学, 3 ± 1")
     assert out.buffer.getvalue() == "run ?, 3 ± 1\n".encode("latin-1")
 
 

@@ -25,7 +25,7 @@ from pala.run.loop import Loop, Means
 from pala.run.metrics import Record
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
-from pala.system.output import say
+from pala.system.output import log
 
 if TYPE_CHECKING:
     from pala.a2c.agent import A2CAgent
@@ -166,10 +166,10 @@ class Learner(Loop):
             if self._own_left_out.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
                 so_far = f" {self._own_left_out:,} were so far; the next line comes after as many more."
                 so_far *= self._own_left_out > 1
-                say(f"{where}: the loss or its gradient is not finite; the update is left out.{so_far}")
+                log(f"{where}: the loss or its gradient is not finite; the update is left out.{so_far}")
         if not healthy and finite:
             self._a2c.restart_mean_square(self.counters.updates)
-            say(f"{where}: the parameters were not finite either; they are replaced by what the peers sent.")
+            log(f"{where}: the parameters were not finite either; they are replaced by what the peers sent.")
         elif not finite and self._exchange.stop is Stop.NONE:
             fault = f"{where}: the parameters are not finite and there is no peer to recover from. {_ADVICE}"
         if not fault and self._skipped_in_a_row >= _MOST_SKIPPED_UPDATES:

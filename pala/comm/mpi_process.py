@@ -19,7 +19,7 @@ import mpi4py
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import Launch
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.waiting import wait_asleep
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def start_mpi_or_exit() -> MpiCommunicator:
         return start_mpi()
     except PalaError as error:
         if not isinstance(error, CollectiveError) or Launch.detect().rank == 0:
-            say(f"pala: error: {error}")
+            log(f"pala: error: {error}")
         sys.exit(2)
 
 
@@ -79,7 +79,7 @@ def start_mpi() -> MpiCommunicator:
 
 
 def _finalize_at_exit() -> None:
-    """Finalize MPI when a script's own rank ends; `pala.train` ends by `leave_mpi`, where it says why not always."""
+    """Finalize MPI when a script's own rank ends; `pala.train` ends by `close_mpi`, where it says why not always."""
     from mpi4py import MPI
 
     from pala.comm.mpi import MpiCommunicator
@@ -118,10 +118,10 @@ def check_slurm_tasks(size: int, spares: int) -> None:
     tasks = os.environ.get("SLURM_NTASKS", "")
     if tasks.isdigit() and int(tasks) not in (size, size - spares) and "SLURM_STEP_NUM_TASKS" not in os.environ:
         ranks = f"{size} rank{'s' * (size > 1)}"
-        say(f"Slurm has allocated {tasks} tasks, but this job has {ranks}; `mpirun -np` and `--ntasks` should agree.")
+        log(f"Slurm has allocated {tasks} tasks, but this job has {ranks}; `mpirun -np` and `--ntasks` should agree.")
 
 
-def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], NoReturn]:
+def close_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], NoReturn]:
     """Come together with the other ranks and return a function by which this rank exits with a status. Collective for
     all living ranks.
 
@@ -137,7 +137,7 @@ def leave_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
     try:
         wait_asleep(Barrier(comm.mpi).done, _FINALIZE_S, Interrupt())
     except EndError as error:
-        say(f"[rank {comm.rank}] {error}")
+        log(f"[rank {comm.rank}] {error}")
         return lambda status: _exit_at_once(status or 1)
     if comm.num_dead > 0 or not finalize:
         return _exit_at_once
@@ -166,17 +166,17 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
 
     status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, PalaError) else 1
     if isinstance(error, PalaError):
-        say(f"pala: error: {error}")
+        log(f"pala: error: {error}")
     elif is_death(error):
-        say(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
+        log(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
         time.sleep(_READ_S)
         comm.mpi.Abort(1)
     elif isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in _FULL):
         why, mend = reason(error), "make room" if error.errno in _FULL else "mend that"
-        say(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: {mend}, then `--resume`.")
+        log(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: {mend}, then `--resume`.")
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        say(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others go on'}.\n{text}")
+        log(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others go on'}.\n{text}")
     if not isinstance(error, (EndError, KeyboardInterrupt)) and not comm.is_alone():
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)

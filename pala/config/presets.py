@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pala.system.errors import PalaError, nearest, reason
-from pala.system.output import tell
+from pala.system.output import print_result
 from pala.system.tables import shown
 
 if sys.version_info >= (3, 11):
@@ -101,7 +101,7 @@ def _guess(path: Path, folder: str) -> str:
 
 def main() -> None:
     """Run `pala presets`: print the names, one a line."""
-    tell("\n".join([*names(), *(f"{name} (of `pala compare`)" for name in names(_COMPARISONS))]))
+    print_result("\n".join([*names(), *(f"{name} (of `pala compare`)" for name in names(_COMPARISONS))]))
 
 
 def chain(preset: str | Path) -> list[tuple[str | Path, dict[str, Any]]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.comm.agreement import cores_per_rank
-from pala.comm.mpi_process import abort, leave_mpi, start_mpi
+from pala.comm.mpi_process import abort, close_mpi, start_mpi
 from pala.doctor import facts
 from pala.doctor.checks import before_start, examine, is_mixed
 from pala.doctor.facts import Host, Job, Launcher
@@ -34,7 +34,7 @@ from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_json
 from pala.system.launcher import Launch, can_survive, die_with_launcher
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 from pala.system.resources import prepare
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _advise() -> None:
         command = read_command(_PROGRAM, sys.argv[1:], Command())
     except PalaError as error:
         _leave_to_first(launcher.rank)
-        say(f"pala: error: {error}")
+        log(f"pala: error: {error}")
         sys.exit(2)
     known = provenance() if launcher.rank == 0 else {}
     with Watchdog(launcher.rank) as watchdog:
@@ -89,7 +89,7 @@ def _advise() -> None:
             abort(comm, error)
         status = _conclude(job, command, known) if comm.rank == 0 else 0
         watchdog.expect("the end of MPI", _LIMIT_S, _TOGETHER)
-        leave = leave_mpi(comm)
+        leave = close_mpi(comm)
     leave(status)
 
 
@@ -130,7 +130,7 @@ def _started(job: Job, watchdog: Watchdog) -> tuple[MpiCommunicator | None, Job]
         return None, job  # nothing to be had of MPI but a crash
     for advice in before_start(job):
         if not Launch.detect().local_rank:
-            say(f"pala: {advice.text}")  # perhaps the last words,
+            log(f"pala: {advice.text}")  # perhaps the last words,
         else:
             time.sleep(_HEAD_START_S)  # which must not come too late
     watchdog.expect("MPI's start", _LIMIT_S, _TOGETHER)
@@ -202,14 +202,14 @@ def _with_runs(comm: MpiCommunicator, job: Job) -> Host:
 def _conclude(job: Job, command: Command, known: dict[str, Any]) -> int:
     """Print the report and write the facts. Returns the exit status."""
     findings = examine(job)
-    tell(report(job, findings))
+    print_result(report(job, findings))
     if command.json is not None:
         table = {"format": 1} | known | {"job": asdict(job), "advice": [asdict(item) for item in findings.advice]}
         try:
             write_json(command.json, table, indent=1)
         except OSError as error:
             why = error.strerror or error
-            say(f"pala: error: '--json': '{command.json}' cannot be written ({why}); name another file.")
+            log(f"pala: error: '--json': '{command.json}' cannot be written ({why}); name another file.")
             return 2
     return 1 if any(advice.stops for advice in findings.advice) else 0
 

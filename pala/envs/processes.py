@@ -16,7 +16,7 @@ import gymnasium
 from gymnasium.vector import AutoresetMode
 
 from pala.system.errors import PalaError
-from pala.system.output import say
+from pala.system.output import log
 
 _PATIENCE_S = 3.0  # with all processes that are to end after a failure
 _SAFE_PATH = "PYTHONSAFEPATH"  # environment variable, from Python 3.11 on
@@ -38,7 +38,7 @@ class _InProcess(gymnasium.Wrapper):
         except PalaError:
             raise
         except BaseException as error:  # sys.exit, too
-            say(traceback.format_exc())
+            log(traceback.format_exc())
             name = type(error).__name__
             raise RuntimeError(f"'{what}' of an environment has raised {name} in its process, as above.") from None
 

@@ -32,7 +32,7 @@ from pala.envs.wrappers import wrapped
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.interrupt import take_back_signals
 from pala.system.names import import_module, parse_call
-from pala.system.output import say
+from pala.system.output import log
 
 MakeEnv = Callable[[], gymnasium.Env]
 _CLOSE_S = 30.0  # what closing environments may take without a word
@@ -134,13 +134,13 @@ class Envs:
         needed any more."""
         if self._end_processes is not None:
             if killed := self._end_processes(_CLOSE_S):
-                say(f"{killed} of the environments did not close within {_CLOSE_S:g} s; their processes were killed.")
+                log(f"{killed} of the environments did not close within {_CLOSE_S:g} s; their processes were killed.")
             return
         try:
             with _told_if_it_takes_long():
                 self.vector_env.close()
         except Exception as error:  # it is the user's code
-            say(f"The environments cannot be closed ({type(error).__name__}: {error}).")
+            log(f"The environments cannot be closed ({type(error).__name__}: {error}).")
         finally:
             self.vector_env.closed = True
 
@@ -174,7 +174,7 @@ class Envs:
 def _told_if_it_takes_long() -> Iterator[None]:
     """Report that `close` of the user's environments, inside the block, takes long."""
     waits = f"'close' of the environments has not returned for {_CLOSE_S:g} s; this process goes on waiting for it."
-    notice = threading.Timer(_CLOSE_S, say, [waits])
+    notice = threading.Timer(_CLOSE_S, log, [waits])
     notice.daemon = True
     notice.start()
     try:

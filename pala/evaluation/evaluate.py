@@ -33,7 +33,7 @@ from pala.evaluation.record import save
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 from pala.system.resources import loading, prepare, usable_cores
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def _follow(run: Path, score: Callable[[], Evaluation]) -> None:
             if not has_said and is_locked(run) is False:
                 has_said = True
                 status = record["segments"][-1]["status"]
-                say(f"Nobody trains run '{run}' now ({status}): this waits until somebody goes on with it; ^C ends it.")
+                log(f"Nobody trains run '{run}' now ({status}): this waits until somebody goes on with it; ^C ends it.")
             time.sleep(_LOOK_S)
             continue
         try:
@@ -157,11 +157,11 @@ def main() -> None:
     folders = [run.absolute() for run, _ in commands]  # an environment may change the working directory
     for (run, command), folder in zip(commands, folders, strict=True):
         if command.video is not None:  # first, as it is the shorter one and may find that it cannot be made
-            tell(record_video(folder, command.video, command.acting))
+            print_result(record_video(folder, command.video, command.acting))
 
         def score(run: Path = run, command: Command = command, folder: Path = folder) -> Evaluation:
             evaluation = evaluate(folder, command.episodes, command.num_envs, command.acting)
-            tell(str(evaluation) if len(commands) == 1 else f"{run}: {evaluation}")
+            print_result(str(evaluation) if len(commands) == 1 else f"{run}: {evaluation}")
             save(folder, evaluation)
             return evaluation
 
@@ -174,7 +174,7 @@ def main() -> None:
                 if len(commands) == 1:
                     raise
                 failed = True
-                say(f"pala: error: {run}: {error}")
+                log(f"pala: error: {run}: {error}")
     if failed:
         sys.exit(2)
 

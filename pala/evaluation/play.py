@@ -21,7 +21,7 @@ import tyro
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
-from pala.system.output import tell
+from pala.system.output import print_result
 from pala.system.resources import prepare
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def main() -> None:
 
     acting = Acting(command.greedy, command.seed, _THREADS, command.trust_run, command.best)
     if command.video is not None:
-        tell(record_video(command.run, command.video, acting))
+        print_result(record_video(command.run, command.video, acting))
     else:
         _watch(command, acting)
 
@@ -84,7 +84,7 @@ def _watch(command: Command, acting: Acting) -> None:
     ):
         for picture in itertools.chain(film.pictures, [None]):  # the last episode ends without a picture
             for episode in film.ended[told:]:
-                tell(words_of(episode))
+                print_result(words_of(episode))
             told = len(film.ended)
             if picture is None or not window.show(picture, film.frames_per_s * command.speed):
                 break

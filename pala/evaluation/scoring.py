@@ -22,7 +22,7 @@ from pala.evaluation.references import SCORE_TABLE, human_normalised, reference_
 from pala.run import run_folder, user_code
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.seeding import derive
 from pala.system.text import counted
 
@@ -108,7 +108,7 @@ def evaluate(run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s:
         seconds = time.perf_counter() - begin
     cut = sum(episode.length_steps >= limit for episode in played)
     if cut and not isinstance(envs, AtariEnvs):
-        say(
+        log(
             f"Evaluation: {cut} of {episodes} episodes were cut after {limit:,} steps ('evaluation.max_episode_steps' "
             "or 'env.max_episode_steps')."
         )
@@ -209,6 +209,6 @@ def play_episodes(
                 "`python -m pala.evaluate` takes as long as it needs."
             )
         if now > next_line:
-            say(f"Evaluation: {len(played)} of {episodes} episodes.")
+            log(f"Evaluation: {len(played)} of {episodes} episodes.")
             next_line += _PROGRESS_S
     return played, steps

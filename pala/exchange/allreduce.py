@@ -18,7 +18,7 @@ from pala.comm.base import Communicator
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.interrupt import Interrupt
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.waiting import LongWait, wait_asleep
 
 _LONGEST_SLEEP_S = 2e-4
@@ -95,7 +95,7 @@ class AllReduce(ModelExchange):
         final = model_of_first(self._comm, mine, True, timeout_s, self._interrupt)
         distance = float((final - mine).norm())
         if not distance <= 1e-4 * float(final.norm()):
-            say(f"[rank {self._comm.rank}] its model is {distance:.3g} from rank 0's, which is exported.")
+            log(f"[rank {self._comm.rank}] its model is {distance:.3g} from rank 0's, which is exported.")
         return final
 
     def state(self) -> ExchangeState:

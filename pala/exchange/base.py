@@ -15,7 +15,7 @@ from pala.comm.base import Communicator, Survivors
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.errors import EndError
 from pala.system.interrupt import LEAVE, Interrupt
-from pala.system.output import say
+from pala.system.output import log
 
 
 class End(NamedTuple):
@@ -63,7 +63,7 @@ def average_of_ranks(
     EndError, on all ranks, if no rank's is finite."""
     mine, weight = parameters.detach().cpu(), weight * (1.0 if counts else _HARDLY)
     if not bool(mine.isfinite().all()):
-        say(f"[rank {comm.rank}] its parameters are not finite and have no part in the final average")
+        log(f"[rank {comm.rank}] its parameters are not finite and have no part in the final average")
         mine, weight = torch.zeros_like(mine), 0.0
 
     def average(survivors: Survivors) -> Tensor:
@@ -140,7 +140,7 @@ class Exchange(abc.ABC):
     def leave(self) -> bool:
         """Hand this rank's steps to the others, which continue without it. May wait a little. Returns False if this
         rank must stay; the reason is then printed. Not collective."""
-        say(
+        log(
             f"Process {os.getpid()} was told to leave ({LEAVE.name}), but only ranks of gossip and Gorila can: it "
             "stays. SIGUSR1 ends the whole job, with a checkpoint."
         )

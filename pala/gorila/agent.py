@@ -32,7 +32,7 @@ from pala.run import checkpoint
 from pala.run.agent import Agent, Saved, device_and_precision
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import stream, torch_weights
 from pala.system.text import counted
@@ -71,7 +71,7 @@ class GorilaAgent(Agent[GorilaExchange]):
         has_replay = self._restore_replay(comm, saved)
         gorila, left = self.config.gorila, self.config.total_steps - joint["base_steps"]
         if comm.rank == 0 and not has_replay and 0 < left < gorila.min_replay_steps + gorila.update_period_steps:
-            say(
+            log(
                 f"{left:,} steps are left, and learning begins again after 'gorila.min_replay_steps' "
                 f"({gorila.min_replay_steps:,}): nothing more will be learned. Raise 'total_steps' to go on learning."
             )
@@ -88,7 +88,7 @@ class GorilaAgent(Agent[GorilaExchange]):
             before = saved.config.gorila.optimiser
             if before != self.config.gorila.optimiser:  # one keeps the mean of squares, the other their sum
                 self.dqn.squares.zero_()
-                say(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
+                log(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
             return states[0].counters | checkpoint.joint_counters(states), begin.version
 
         joint, self.dqn.version = from_first(comm, read)
@@ -111,7 +111,7 @@ class GorilaAgent(Agent[GorilaExchange]):
                 why = f"it was played with another {', '.join(changed)}" if changed else why
                 why = why if is_wanted else "'gorila.save_replay' is off"
                 what = f"The replay that was saved is not used, and deleted ({why})"
-            say(f"{what}: it is filled anew before learning goes on.")
+            log(f"{what}: it is filled anew before learning goes on.")
         return False
 
     def _shares_replay_as(self, before: Roles) -> bool:
@@ -160,7 +160,7 @@ class GorilaAgent(Agent[GorilaExchange]):
             try:
                 self.store.save(self._replay_prefix(segment))
             except OSError as error:
-                say(f"[rank {self.rank}] the replay cannot be saved: {reason(error)}. A resumed run will fill it anew.")
+                log(f"[rank {self.rank}] the replay cannot be saved: {reason(error)}. A resumed run will fill it anew.")
         comm.with_survivors(lambda living: None, _SAVE_REPLAY_S, Interrupt())
 
     def _replay_prefix(self, segment: Path) -> Path:
@@ -186,7 +186,7 @@ class GorilaAgent(Agent[GorilaExchange]):
         exchange = GorilaExchange(comm, self.rules, budget, 0, None, self.store, interrupt, sleeping)
         if not exchange.take_place(self.flat.data, self.dqn.target.data):
             return None
-        say(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")
+        log(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")
         return exchange
 
     def make_loop(self, exchange: GorilaExchange, interrupt: Interrupt) -> Worker:
@@ -273,7 +273,7 @@ def _warn_of_staleness(config: Config, roles: Roles) -> None:
     at_once = config.env.num_envs // gorila.update_period_steps if roles.learners == roles.actors else 0
     usual = num_learners * (2 * gorila.parameters_period_updates + at_once)
     if roles.learners != roles.shards[:1] and gorila.max_staleness_updates < usual:  # else nothing is under way
-        say(
+        log(
             f"'gorila.max_staleness_updates' is {gorila.max_staleness_updates}, but with "
             f"{counted(num_learners, 'learner')} gradients may be about {usual} updates old: many will be discarded "
             "(`gradients_stale`). Raise it to that."
@@ -285,7 +285,7 @@ def _warn_of_first_target(config: Config) -> None:
     gorila = config.gorila
     updates = (config.total_steps - gorila.min_replay_steps) // gorila.update_period_steps
     if updates < gorila.target_period_updates:
-        say(
+        log(
             f"'total_steps' ({config.total_steps:,}) pays for about {updates:,} updates, but the target network is "
             f"first copied after 'gorila.target_period_updates' ({gorila.target_period_updates:,}), so targets stay a "
             "random network's. Raise the one or lower the other."

@@ -25,7 +25,7 @@ from pala.gorila.sleeping import SleepingGorila
 from pala.gorila.store import ReplayStore
 from pala.system.errors import EndError
 from pala.system.interrupt import LEAVE, Interrupt
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.waiting import LongWait
 
 _NAP_S = 0.005  # what was sent leaves without a word
@@ -130,7 +130,7 @@ class GorilaExchange(Exchange, Receiver):
             if members.budget.stop is not Stop.NONE:
                 return False
             if why:
-                say(
+                log(
                     f"[rank {rank}] was told to leave ({LEAVE.name}), but {why}: it stays. SIGUSR1 ends the whole job, "
                     "with a checkpoint."
                 )
@@ -138,7 +138,7 @@ class GorilaExchange(Exchange, Receiver):
             members.leave()
             others = len(self.living)
         self._transport.wait_until_sent(members.watch.patience_s, self._interrupt)
-        say(f"[rank {rank}] leaves ({LEAVE.name}); {others} go on.")
+        log(f"[rank {rank}] leaves ({LEAVE.name}); {others} go on.")
         return True
 
     def _is_let_go(self) -> bool:
@@ -239,7 +239,7 @@ class GorilaExchange(Exchange, Receiver):
         not_finite = figures.get("rewards_not_finite", 0)
         if not_finite and not self._said_not_finite:
             self._said_not_finite = True
-            say(
+            log(
                 f"[rank {self._comm.rank}] left {not_finite} transitions out whose rewards are not finite. "
                 "Later ones are only counted ('rewards_not_finite')."
             )
@@ -308,7 +308,7 @@ class GorilaExchange(Exchange, Receiver):
             self._node.on_message(message.source, message.data)
             self._members.send_stop()
             while self._node.refusals:
-                say(f"[rank {self._comm.rank}] {self._node.refusals.popleft()}. Later ones are only counted.")
+                log(f"[rank {self._comm.rank}] {self._node.refusals.popleft()}. Later ones are only counted.")
             self._changed.notify_all()
 
     def on_tick(self) -> None:
@@ -318,7 +318,7 @@ class GorilaExchange(Exchange, Receiver):
             self._node.look(self._transport.now_s())
             for rank in sorted(before ^ watch.silent):
                 answers = f"has not answered for {watch.patience_s:g} s" if rank in watch.silent else "answers again"
-                say(f"[rank {self._comm.rank}] rank {rank} {answers}")
+                log(f"[rank {self._comm.rank}] rank {rank} {answers}")
 
     def on_death(self, rank: int) -> None:
         with self._changed:

@@ -14,7 +14,7 @@ from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.roles import assign
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
-from pala.system.output import say
+from pala.system.output import log
 
 
 class SleepingGorila(Sleeping, Receiver):
@@ -60,7 +60,7 @@ class SleepingGorila(Sleeping, Receiver):
             refusal = self._hear(message)
             if refusal is not None and message.source not in self._refused:
                 self._refused.add(message.source)
-                say(f"[rank {self.members.rank}] refused a message from rank {message.source}: {refusal.reason}.")
+                log(f"[rank {self.members.rank}] refused a message from rank {message.source}: {refusal.reason}.")
             self.members.send_stop()
             self.changed.notify_all()
 

@@ -25,7 +25,7 @@ from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import can_survive
-from pala.system.output import SUPERVISED, say, tell
+from pala.system.output import SUPERVISED, log, print_result
 from pala.system.resources import usable_cores
 
 
@@ -33,9 +33,9 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     """Evaluate the final policy, draw the learning curve, and say where everything is. The exit status is 128 + the
     signal if one interrupted that, also one that came before it began; else that of the result."""
     early = f" ({result.stopped_early})" if result.stopped_early else ""
-    tell(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
+    print_result(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
-        tell(f"      go on with: {_going_on(result.run, config)}")
+        print_result(f"      go on with: {_going_on(result.run, config)}")
         return result
     final_tasks, trust = _FinalTasks(result.run, config), user_code.trust_option(result.run, config)
     tasks: list[tuple[str, Callable[[], str]]] = [
@@ -43,7 +43,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
         ("learning curve", final_tasks.draw),
     ]
     if config.evaluation.episodes == 0:
-        tell("      evaluation: left out ('evaluation.episodes' is 0)")
+        print_result("      evaluation: left out ('evaluation.episodes' is 0)")
         del tasks[0]
     outcomes, status = {}, result.exit_status
     for what, task in tasks:
@@ -54,21 +54,21 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
         except (PalaError, OSError) as error:
             said = outcomes[what] = str(error)
         except Exception as error:  # of the user's environment, say: the next rank would meet it as well
-            say(traceback.format_exc())
+            log(traceback.format_exc())
             said = outcomes[what] = f"failed ({type(error).__name__}: {error})"
         except KeyboardInterrupt:
             assert interrupt.signal is not None
             program = "evaluate" if what == "evaluation" else "plot"
             run = shlex.quote(str(result.run)) + (trust if program == "evaluate" else "")
-            tell(f"      {what}: interrupted; `python -m pala.{program} {run}` makes up for it")
+            print_result(f"      {what}: interrupted; `python -m pala.{program} {run}` makes up for it")
             outcomes[what], status = f"interrupted by {interrupt.signal.name}", 128 + interrupt.signal
             break
-        tell(f"      {what}: {said}")
+        print_result(f"      {what}: {said}")
     final = checkpoint.policy_header(result.run / run_folder.POLICY)
     if final is not None and (best := kept_best(result.run / run_folder.BEST_POLICY, final)) is not None:
         found = f"mean return {best['mean_return']:g} in training, after {best['global_steps']:,} steps"
         run = shlex.quote(str(result.run))
-        tell(f"      best policy: {found}; `python -m pala.evaluate {run} --best{trust}` scores it")
+        print_result(f"      best policy: {found}; `python -m pala.evaluate {run} --best{trust}` scores it")
     return replace(
         result,
         exit_status=status,
@@ -100,7 +100,7 @@ class _FinalTasks:
     def evaluate(self) -> str:
         """Score the policy, on all cores that this thread may use; return words for it."""
         settings, threads = self._config.evaluation, torch.get_num_threads()
-        tell(f"      evaluation: plays {settings.episodes:,} episode{'s' * (settings.episodes > 1)}")
+        print_result(f"      evaluation: plays {settings.episodes:,} episode{'s' * (settings.episodes > 1)}")
         acting = Acting(settings.greedy, self._config.seed, usable_cores(), trust_run=True)  # this job has written it
         try:
             evaluation = evaluate(self._run, settings.episodes, settings.num_envs, acting, settings.timeout_s)
@@ -121,7 +121,7 @@ class _FinalTasks:
             board.add_evaluation(evaluation)
             board.close()
         except Exception as error:  # as in training (`console.py`)
-            say(f"TensorBoard's files cannot be written: {reason(error)}.")
+            log(f"TensorBoard's files cannot be written: {reason(error)}.")
 
     def draw(self) -> str:
         """Draw the learning curve; returns where."""

@@ -20,7 +20,7 @@ from pala.run.provenance import provenance
 from pala.system.errors import CollectiveError
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import Launch, die_with_launcher
-from pala.system.output import announce, one_sentence_for_mistakes, say, tell
+from pala.system.output import log, notify_supervisor, one_sentence_for_mistakes, print_result
 from pala.system.resources import prepare
 
 if TYPE_CHECKING:
@@ -39,15 +39,15 @@ def program() -> Iterator[MpiCommunicator]:
     """Start MPI for a program of PALA's, and give it all ranks. An error inside the block ends the process: with status
     2 where every rank has met it, else as `abort` does."""
     die_with_launcher()
-    announce("begun")
+    notify_supervisor("begun")
     facts()
     comm = start_mpi_or_exit()
-    announce("up")
+    notify_supervisor("up")
     try:
         yield comm
     except CollectiveError as error:  # every rank is here
         if comm.rank == 0:
-            say(f"pala: error: {error}")
+            log(f"pala: error: {error}")
         sys.exit(2)
     except (Exception, KeyboardInterrupt) as error:
         abort(comm, error)
@@ -93,11 +93,11 @@ def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> R
     try:
         from pala.job.conclusion import conclude  # torch: a spare that sleeps has not loaded it
     except Exception as error:  # an update of the code since training began: the next rank would meet it as well
-        tell(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}")
+        print_result(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}")
         if result.signal is not None:
             return result
         said = f"failed ({type(error).__name__}: {error})"
-        tell(f"      evaluation, learning curve: {said}")
+        print_result(f"      evaluation, learning curve: {said}")
         return replace(result, outcomes={"evaluation": said, "learning curve": said})
 
     return conclude(result, config, interrupt)

@@ -31,7 +31,7 @@ from pala.run.hooks import UserCode
 from pala.run.run import Run, locked_too, note_failure, open_run
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.system.interrupt import Interrupt
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 
 if TYPE_CHECKING:
     from pala.exchange.sleeping import Sleeping
@@ -50,7 +50,7 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
             agent = ALGORITHMS[config.algorithm].build(comm, config, envs, code.make_network)
             is_own = code.make_network is not None or config.network.custom
             if comm.rank == 0 and is_own and len(envs.observation_space.shape or ()) == 3:
-                say("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
+                log("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
             with open_run(comm, config, resume, request.preset or config.env.short_id, job.hosts) as run:
                 with run.removed_if_nobody_starts():
                     agent.begin(comm, run)
@@ -62,7 +62,7 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     run.start_metrics(agent.counters, agent.start.global_steps)
                     run.start_record(comm, describe(job, request, code, agent, run))
                 if comm.rank == 0 and config.run.console != "none":
-                    tell(header(job, agent, run))
+                    print_result(header(job, agent, run))
                 if not agent.acts:  # it needed their spaces alone
                     envs.close()
                 with failing(job, run):
@@ -99,7 +99,7 @@ def _settled(
     if comm.rank == 0 and resume is not None and code.make_env is not request.code.make_env:
         before = run_folder.config_of(resume).env.id
         if config.env.id != before:
-            say(
+            log(
                 f"'env.id' is '{config.env.id}', but the run keeps an environment made in Python, '{before}', which "
                 "wins."
             )
@@ -171,7 +171,7 @@ def take_place(
             exchange = agent.take_place(job.comm, sleeping, interrupt) if is_needed else None
             if exchange is None:
                 return None
-            say(f"[rank {rank}] takes the place of a rank that is gone.")
+            log(f"[rank {rank}] takes the place of a rank that is gone.")
             agent.begin_late(run, exchange.state(), time.perf_counter() - began_s)
             run.start_metrics(agent.counters, agent.start.global_steps)
         except Exception as error:

@@ -33,7 +33,7 @@ from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, reason
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.launcher import process_age_s
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.resources import on_cores
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
@@ -186,7 +186,7 @@ class Training:
         return self._interrupt.signal or (LEAVE if stop is Stop.ALL_LEAVE else SIGTERM)
 
     def _say(self, text: str) -> None:
-        say(f"[rank {self._comm.rank}] {text}")
+        log(f"[rank {self._comm.rank}] {text}")
 
     # ---- a rank that has left, but must stay -----------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class Training:
             )
         # Of ranks that are gone the updates are not known.
         if counts[0] == 0 < counts[4] and len(members) == self._job.num_trainers and self._comm.rank == members[0]:
-            say(
+            log(
                 f"No rank made an update in the {counts[4]:,} steps of this start, so nothing was learned: the final "
                 f"policy is the one that it began with{ALGORITHMS[self._run.config.algorithm].why_nothing_was_learned}."
             )

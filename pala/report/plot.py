@@ -47,7 +47,7 @@ from pala.report.pictures import (
 from pala.report.runs import Axis, RunData, published
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 from pala.system.tables import flatten
 from pala.system.text import counted
 
@@ -143,7 +143,7 @@ def _read_all(paths: Sequence[Path]) -> list[Run]:
     if not found:
         raise faults[0]
     for fault in faults:
-        say(f"{fault} It is left out.")
+        log(f"{fault} It is left out.")
     return list(found.values())
 
 
@@ -160,7 +160,7 @@ def _grouped(runs: Sequence[Run], group_by: GroupBy) -> dict[str, list[Run]]:
     for group in groups.values():
         own = [what for what in ("environment", "network") if len(group) > 1 and group[0].facts[f"python_{what}"]]
         if own:
-            say(
+            log(
                 f"{counted(len(group), 'run')} whose {' and '.join(own)} came from Python are drawn as one: code is "
                 "not compared. `--group-by none` draws each."
             )
@@ -263,7 +263,7 @@ class Command:
 def main() -> None:
     """Run `python -m pala.plot`."""
     command = read_command("pala.plot", sys.argv[1:], Command())
-    tell(str(plot(command.runs, command.output, command.smooth, command.group_by, command.title)))
+    print_result(str(plot(command.runs, command.output, command.smooth, command.group_by, command.title)))
 
 
 if __name__ == "__main__":

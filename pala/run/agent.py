@@ -26,7 +26,7 @@ from pala.run.run import Run
 from pala.system.device import has_bfloat16, set_torch, use_device
 from pala.system.errors import CollectiveError, SaveError, reason
 from pala.system.interrupt import Interrupt
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.seeding import derive
 from pala.system.text import counted
 
@@ -85,7 +85,7 @@ class Saved:
             if self.num_trainers == comm.size:
                 had = "had a model for each rank, which are now brought together"
             text = f"had lost {counted(self.num_lost, 'rank')}" if self.num_lost else had
-            say(f"The run {text}: {what}; the steps made count; random streams are new.")
+            log(f"The run {text}: {what}; the steps made count; random streams are new.")
 
 
 @dataclass
@@ -196,7 +196,7 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         run.check_folder()
         tensors, numbers = self.state(exchange)
         if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-            say(
+            log(
                 f"[rank {self.rank}] its parameters or optimiser's state are not finite: the checkpoint before is kept."
             )
             return
@@ -266,7 +266,7 @@ def device_and_precision(comm: Communicator, config: Config, envs: Envs) -> tupl
     device = collectively(comm, lambda: use_device(config.run.device, before_this))
     is_fast = all(comm.allgather(has_bfloat16(device)))
     if config.network.precision == "bfloat16" and not is_fast and comm.rank == 0:
-        say("'network.precision' is 'bfloat16', for which not all ranks have instructions; 'float32' would be faster.")
+        log("'network.precision' is 'bfloat16', for which not all ranks have instructions; 'float32' would be faster.")
     if config.network.precision != "auto":
         return device, config
     is_image = len(envs.observation_space.shape or ()) == 3
@@ -296,9 +296,9 @@ def _restore_generator(rank: int, generator: torch.Generator, own: RankState) ->
         if saved.numel() == generator.get_state().numel():
             generator.set_state(saved)
         elif rank == 0:
-            say("The checkpoint is of another kind of device: the random streams of actions are new.")
+            log("The checkpoint is of another kind of device: the random streams of actions are new.")
     except (RuntimeError, TypeError) as error:
-        say(f"[rank {rank}] The checkpoint's random stream cannot be used ({reason(error)}): that of actions is new.")
+        log(f"[rank {rank}] The checkpoint's random stream cannot be used ({reason(error)}): that of actions is new.")
 
 
 def _restored_counters(comm: Communicator, c: dict[str, Any], same_ranks: bool) -> tuple[Counters, ExchangeState]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from pala.run.tensor_file import header_of, pack, unpack
 from pala.system.errors import PalaError
 from pala.system.files import sync_folder, write_atomically
-from pala.system.output import say
+from pala.system.output import log
 
 OF_ANOTHER_ALGORITHM = "The checkpoints are of another algorithm than the run; its 'run.json' or they were changed."
 _COUNTS = ("updates", "applied", "own_steps", "base_steps", "round", "spares")
@@ -96,7 +96,7 @@ def load_rank(
             faults.append(str(error))
             continue
         if faults:
-            say(f"[rank {rank}] {faults[0]} The one before it is used.")
+            log(f"[rank {rank}] {faults[0]} The one before it is used.")
         return state
     raise PalaError(
         f"{' '.join(faults)} If the run has an earlier segment, move '{folder}' away to go on from that one."

@@ -14,7 +14,7 @@ from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.run.view import RunView
 from pala.system.errors import reason
 from pala.system.launcher import terminal_size
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 from pala.system.text import counted, duration
 
 _WORTH_TELLING_S = 20.0
@@ -103,13 +103,13 @@ class Lines:
     """One line each time, without control characters."""
 
     def show(self, figures: dict[str, str]) -> None:
-        tell(" | ".join(f"{label} {text}" for label, text in figures.items()))
+        print_result(" | ".join(f"{label} {text}" for label, text in figures.items()))
 
     def close(self) -> None:
         """Close the output; there is nothing to restore."""
 
     def note(self, text: str) -> None:
-        tell(text)
+        print_result(text)
 
 
 class Display(Protocol):
@@ -211,5 +211,5 @@ class Reporter:
         try:
             yield
         except Exception as error:  # TensorFlow, where it is installed, has errors of its own for a full disk
-            say(f"TensorBoard's files cannot be written any more: {reason(error)}. Training goes on.")
+            log(f"TensorBoard's files cannot be written any more: {reason(error)}. Training goes on.")
             self._tensorboard = None

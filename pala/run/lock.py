@@ -13,7 +13,7 @@ from typing import BinaryIO
 from pala.run.provenance import now_utc
 from pala.system.errors import EndError, PalaError, reason
 from pala.system.files import open_to_append, open_to_read
-from pala.system.output import say
+from pala.system.output import log
 
 LOCK = ".lock"  # says who holds it; means nothing while nobody does
 
@@ -45,7 +45,7 @@ def lock_folder(run: Path) -> BinaryIO | None:
         ) from None
     except OSError as error:
         file.close()
-        say(f"Folder '{run}' cannot be locked ({error.strerror}): see to it that no other job works in it.")
+        log(f"Folder '{run}' cannot be locked ({error.strerror}): see to it that no other job works in it.")
         return None
     return file
 
@@ -79,7 +79,7 @@ def supervised(run: Path) -> Iterator[None]:
             "command again."
         ) from None
     except OSError as error:
-        say(f"'{path}' cannot be locked ({error.strerror}): see to it that nobody else supervises the run.")
+        log(f"'{path}' cannot be locked ({error.strerror}): see to it that nobody else supervises the run.")
         yield
         return
     with file:

@@ -18,7 +18,7 @@ import numpy as np
 
 from pala.system.errors import PalaError, reason
 from pala.system.files import append_lines, is_number, json_text, open_to_read
-from pala.system.output import say
+from pala.system.output import log
 
 Record = dict[str, Any]
 SECTIONS = ("environment", "inference", "update", "exchange", "wait", "other")
@@ -62,7 +62,7 @@ class MetricsWriter:
         except OSError as error:
             if not self._failed:
                 why = reason(error)
-                say(f"[rank {self._rank}] metrics cannot be written to '{self._path}': {why}. Training goes on.")
+                log(f"[rank {self._rank}] metrics cannot be written to '{self._path}': {why}. Training goes on.")
             self._failed = True
         else:
             self._failed = False
@@ -90,7 +90,7 @@ class Tail:
             raise PalaError(f"Metrics '{self._path}' cannot be read, or are damaged: {reason(error)}.") from None
         if self._left_out > 0 and left_out == 0:
             lines = f"{self._left_out} lines that are" if self._left_out > 1 else "a line that is"
-            say(f"Metrics '{self._path}': {lines} no record left out, line {self._first_left_out} first.")
+            log(f"Metrics '{self._path}': {lines} no record left out, line {self._first_left_out} first.")
 
     def _records(self, file: BinaryIO) -> Iterator[Record]:
         file.seek(self._offset)

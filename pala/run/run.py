@@ -23,7 +23,7 @@ from pala.run.metrics import MetricsWriter, Record, metrics_path, packed_alone
 from pala.run.run_folder import RunRecord
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.tables import flatten
 
 if TYPE_CHECKING:  # torch: a spare that sleeps has not loaded it
@@ -138,7 +138,7 @@ class Run:
         try:
             self.lead(exchange, living, time_s)
         except (OSError, PalaError) as error:  # a full disk: the next interval tries again
-            say(f"[rank {self.rank}] 'run.json' cannot be written: {reason(error)}. Training goes on.")
+            log(f"[rank {self.rank}] 'run.json' cannot be written: {reason(error)}. Training goes on.")
         return True
 
     def lead(self, exchange: Exchange, living: Sequence[int], time_s: float) -> None:
@@ -154,10 +154,10 @@ class Run:
         self._take_back_left([rank for rank in living if rank not in left])
         self._note("left_ranks", [rank for rank in gone if rank in left], time_s)
         for rank in self._note("lost_ranks", [rank for rank in gone if rank not in self._noted("left_ranks")], time_s):
-            say(f"[rank {self.rank}] rank {rank} on {self.hosts[rank]} has died; {len(living)} go on.")
+            log(f"[rank {self.rank}] rank {rank} on {self.hosts[rank]} has died; {len(living)} go on.")
         spares = [rank for rank in sorted(self._trained) if rank >= self.num_trainers]
         for rank in self._note("joined_ranks", spares, time_s):
-            say(f"[rank {self.rank}] rank {rank}, a spare, on {self.hosts[rank]} has joined; {len(living)} train.")
+            log(f"[rank {self.rank}] rank {rank}, a spare, on {self.hosts[rank]} has joined; {len(living)} train.")
         if self._reporter is not None:
             self._reporter.view.living = living
 
@@ -194,7 +194,7 @@ class Run:
         except OSError as error:
             if status == "completed":  # what nobody recorded did not happen: the job must not end well
                 raise
-            say(f"run.json cannot be written: {reason(error)}.")
+            log(f"run.json cannot be written: {reason(error)}.")
 
     def fail(self, error: BaseException) -> None:
         """Say in run.json that the run `failed`, and why. Any rank may, since the one that leads may be the one that
@@ -216,7 +216,7 @@ class Run:
             if self._record is not None:
                 self._record.note(**facts)
         except OSError as error:
-            say(f"run.json cannot be written: {reason(error)}.")
+            log(f"run.json cannot be written: {reason(error)}.")
             return False
         return True
 
@@ -292,7 +292,7 @@ def locked_too(run: Run, is_locked: bool) -> Iterator[Run]:
 def _say_of_name(run: Path, config: Config) -> None:
     """Report that a resumed run does not take the name that it is given."""
     if (name := run_folder.own_name(run, config)) != config.run.name:
-        say(
+        log(
             f"'run.name' ('{config.run.name}') is not used: the run goes on in its folder as '{name}'. For another "
             "run that begins as it is, copy the folder and resume the copy."
         )
@@ -326,4 +326,4 @@ def note_failure(
         if is_ours and record.segment["status"] in ("running", "stopped"):
             record.end("failed", error=why)
     except (OSError, PalaError) as fault:
-        say(f"[rank {rank}] run.json cannot be written: {fault}.")
+        log(f"[rank {rank}] run.json cannot be written: {fault}.")

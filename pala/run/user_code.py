@@ -29,7 +29,7 @@ from pala.run.run_folder import CODE_ENDINGS, CODE_FILES
 from pala.system.errors import PalaError
 from pala.system.files import open_to_read, refuse_links, write_atomically
 from pala.system.names import cannot_be_loaded, import_named, name_of
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.search_path import find_own_modules
 
 _own_runs: set[tuple[int, int]] = set()  # device and inode of the folders of this job's runs
@@ -117,7 +117,7 @@ def _check_whole(run: Path, given: UserCode) -> None:
 
 @cache
 def _say_once(text: str) -> None:
-    say(text)
+    log(text)
 
 
 def load(run: Path, given: UserCode = NO_CODE) -> UserCode:

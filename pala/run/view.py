@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pala.run.metrics import Record, Tail, metrics_path
 from pala.system.errors import PalaError
-from pala.system.output import say
+from pala.system.output import log
 
 MEAN_OF = 100  # whole episodes
 Ended = tuple[float, float, float]  # an episode: time, return, length (NaN: not known)
@@ -79,7 +79,7 @@ class RunView:
                         self.num_episodes += record.get("episodes_left_out") or 0
             except PalaError as error:  # training does not depend on what is shown of it
                 if rank not in self._unreadable:
-                    say(f"{error} Training goes on.")
+                    log(f"{error} Training goes on.")
                 self._unreadable.add(rank)
             fresh.append(mine)
         self.num_episodes += sum(map(len, fresh))

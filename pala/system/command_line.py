@@ -16,7 +16,7 @@ import tyro
 
 from pala.system.errors import PalaError, closest, nearest, reason
 from pala.system.launcher import Launch
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 
 C = TypeVar("C")
 _TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
@@ -36,7 +36,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
     except SystemExit as exit_:
         if not exit_.code:  # --help
             if Launch.detect().rank == 0:
-                tell(printed.getvalue().rstrip("\n"))
+                print_result(printed.getvalue().rstrip("\n"))
             raise
         unknown = _unknown(arguments, default)
         why = f": {unknown} `{_called(program)} --help` lists all." if unknown else f".\n{printed.getvalue()}"
@@ -140,7 +140,7 @@ def exit_on_mistake(*mistakes: type[Exception]) -> Iterator[None]:
     try:
         yield
     except expected as error:
-        say(f"pala: error: {reason(error)}")
+        log(f"pala: error: {reason(error)}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

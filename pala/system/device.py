@@ -8,7 +8,7 @@ import torch
 
 from pala.system.errors import PalaError
 from pala.system.launcher import Launch
-from pala.system.output import say
+from pala.system.output import log
 
 
 def set_torch(threads: int) -> None:
@@ -32,7 +32,7 @@ def use_device(name: str, local_rank: int = 0) -> torch.device:
         fault = f"{device} cannot be used: {str(error).splitlines()[0]}"
         if name != "auto":
             raise PalaError(f"'run.device' is '{name}', but {fault}") from None
-        say(f"{fault}. This rank computes on the CPU.")
+        log(f"{fault}. This rank computes on the CPU.")
         return torch.device("cpu")
     return device
 

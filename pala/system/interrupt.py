@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from pala.system.output import say
+from pala.system.output import log
 
 _SECOND_S = 5.0  # after the first ^C another one does not wait for training to end
 LEAVE = signal.SIGUSR2  # asks a rank to leave a job that goes on
@@ -86,4 +86,4 @@ def take_back_signals() -> None:
     for number, handler in _caught.items():
         if signal.getsignal(number) != handler:
             signal.signal(number, handler)
-            say(f"The environment's code had caught {number.name}, by which training is told to end: taken back.")
+            log(f"The environment's code had caught {number.name}, by which training is told to end: taken back.")

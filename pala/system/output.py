@@ -15,12 +15,12 @@ from pala.system.launcher import Launch
 SUPERVISED, ANNOUNCEMENT = "PALA_SUPERVISED", "pala-announcement:"
 
 
-def announce(stage: str) -> None:
+def notify_supervisor(stage: str) -> None:
     """Tell the supervisor (`launch/supervise.py`) how far this rank's start has come; the supervisor does not show it.
 
     Where MPI is fault-tolerant, a rank that ends before MPI_Init leaves the others waiting in it for ever."""
     if os.environ.get(SUPERVISED):
-        say(f"{ANNOUNCEMENT} {stage} {Launch.detect().rank}")
+        log(f"{ANNOUNCEMENT} {stage} {Launch.detect().rank}")
 
 
 _divert: Callable[[str], bool] | None = None
@@ -32,7 +32,7 @@ def divert(show: Callable[[str], bool] | None) -> None:
     _divert = show
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     """Print one line to the job's standard error, at once and whole, so that lines of ranks do not mix.
 
     A line that cannot be written (a full disk, a launcher that is gone) is lost: no reason to stop training.
@@ -45,7 +45,7 @@ def say(message: str) -> None:
         sys.stderr.flush()
 
 
-def tell(message: str) -> None:
+def print_result(message: str) -> None:
     """Print lines to standard output, at once.
 
     Lines that cannot be written (a full disk, a reader that is gone) are lost, with all after them: no reason to stop
@@ -80,6 +80,6 @@ def one_sentence_for_mistakes() -> None:
         if not isinstance(error, PalaError):
             before(kind, error, traceback)
         elif rank == 0 or not isinstance(error, CollectiveError):
-            say(f"pala: error: {error}")
+            log(f"pala: error: {error}")
 
     sys.excepthook = hook

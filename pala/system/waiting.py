@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
-from pala.system.output import say
+from pala.system.output import log
 
 _PATIENCE_AFTER_SIGNAL_S = 10.0
 _COMPLAIN_AFTER_S = 60.0
@@ -31,7 +31,7 @@ class LongWait:
             self.took_s += now - self._last_look
         self._last_look = now
         if self._what and self.took_s > self._complain_s:
-            say(f"[rank {self._rank}] has waited {self.took_s:.0f} s for {self._what}")
+            log(f"[rank {self._rank}] has waited {self.took_s:.0f} s for {self._what}")
             self._complain_s = self.took_s + _COMPLAIN_AFTER_S
 
 

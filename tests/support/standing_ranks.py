@@ -205,7 +205,7 @@ def train(
     from pala.run.hooks import NO_CALLBACKS, UserCode
     from pala.run.loop import Loop
     from pala.system.errors import CollectiveError
-    from pala.system.output import say
+    from pala.system.output import log
     from pala.train import parse
 
     try:
@@ -226,7 +226,7 @@ def train(
             result = run_rank(comm, request)
     except CollectiveError as error:
         if comm.rank == 0:
-            say(f"pala: error: {error}")
+            log(f"pala: error: {error}")
         return 2
     return 0 if result.signal is None else 128 + result.signal
 

@@ -46,7 +46,7 @@ from pala.exchange.gossip.messages import (
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState, Rules
 from pala.exchange.wire import Message, Refusal, Wire
-from pala.system.output import say
+from pala.system.output import log
 
 _SNAPSHOTS = 2  # that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
@@ -175,7 +175,7 @@ class GossipDriver(Receiver):
         transport: Transport,
         models: Models,
         num_snapshots: int = _SNAPSHOTS,
-        report: Callable[[str], None] = say,
+        report: Callable[[str], None] = log,
     ) -> None:
         """`num_snapshots`: copies of the model that may be on their way, if the peers that they went to answer;
         `report`: takes a sentence for people."""

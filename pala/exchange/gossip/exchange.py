@@ -22,7 +22,7 @@ from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
 from pala.system.interrupt import LEAVE, Interrupt
-from pala.system.output import say
+from pala.system.output import log
 from pala.system.waiting import LongWait, wait_asleep
 
 if TYPE_CHECKING:
@@ -135,13 +135,13 @@ class GossipExchange(ModelExchange):
             self.driver.leave()
             self._transport.wait_until_sent(self._patience_s, self._interrupt)
             if self.living and budget.stop is Stop.NONE:
-                say(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
+                log(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
                 return True
             # Training has ended meanwhile, or others were told to leave at the same time and may stay as well:
             # `close` settles which ranks stayed.
             self._stays = True
         if budget.stop is Stop.NONE:
-            say(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
+            log(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
             self.driver.end(Stop.ALL_LEAVE)
         return False
 

@@ -38,7 +38,7 @@ from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.interrupt import hangup
 from pala.system.jobs import launcher_of, run_job, tail
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 from pala.system.resources import physical_cores, usable_cores
 from pala.system.text import counted
 
@@ -146,7 +146,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     if stop is not None and not jobs:
         raise stop
     if command.quick and stop is None and far_off(jobs, _LOWEST_RATIO):
-        say("An exchange looks slow: measuring once more, to tell it from noise.")
+        log("An exchange looks slow: measuring once more, to tell it from noise.")
         again, stop = _measure_all(command, output)
         more = [job["rounds"] for job in again] + [[]] * (len(jobs) - len(again))
         jobs = [job | {"rounds": job["rounds"] + rounds} for job, rounds in zip(jobs, more, strict=True)]
@@ -182,7 +182,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
             "slowdown": command.slowdown,
         },
     }
-    tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
+    print_result(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
     write_json(output / "benchmark.json", result, indent=1)
     write_atomically(output / "benchmark.md", markdown(result).encode())
     draw(result, output / "benchmark.png")
@@ -234,7 +234,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     request.write(folder / "request.json")
     variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))
     expected_s = 10 + command.rounds * command.seconds * (variants + 1)
-    tell(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s")
+    print_result(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s")
     worker = [sys.executable, "-m", "pala.lab.benchmark.worker", str(folder.resolve() / "request.json")]
     run_job(
         [*launcher_of(command.launcher, ranks), *worker],
@@ -261,12 +261,12 @@ def main() -> None:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     command = parse(sys.argv[1:])
     output, result = benchmark(command)
-    tell(f"{output}/benchmark.md, benchmark.json, benchmark.png")
+    print_result(f"{output}/benchmark.md, benchmark.json, benchmark.png")
     slow = far_off(result["jobs"], _LOWEST_RATIO) if command.quick else []
     for sentence in slow:
-        say(f"pala: {sentence}")
+        log(f"pala: {sentence}")
     for sentence in result["failures"]:
-        say(f"pala: error: {sentence}")
+        log(f"pala: error: {sentence}")
     sys.exit(result["exit_status"] or (1 if slow else 0))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pala.comm.agreement import collectively
-from pala.comm.mpi_process import leave_mpi
+from pala.comm.mpi_process import close_mpi
 from pala.config import from_table
 from pala.job import entry
 from pala.job.job import Job
@@ -30,7 +30,7 @@ def main() -> None:
         result = Rounds(comm, request, config, job.threads).run()
         if comm.rank == 0:
             write_atomically(Path(request.result), json_text(result).encode())
-    leave_mpi(comm)(0)
+    close_mpi(comm)(0)
 
 
 if __name__ == "__main__":

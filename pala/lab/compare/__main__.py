@@ -37,7 +37,7 @@ from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 from pala.system.interrupt import hangup
-from pala.system.output import say, tell
+from pala.system.output import log, print_result
 
 _PROGRAM = "pala.compare"
 
@@ -82,7 +82,7 @@ def compare(command: Command) -> list[Planned]:
         plan.game_of(run_folder.config_of(run), run)
     if not runs and not (added or command.report_only or command.gather):
         for note in left_out(plan):
-            say(note)
+            log(note)
         raise PalaError(f"{plan.source} starts no run of what was asked for; give those made elsewhere by `--add`.")
     if not runs and command.dry_run:
         print(f"{plan.source} starts no run of what was asked for; what `--add` gives would be reported.")
@@ -105,7 +105,7 @@ def compare(command: Command) -> list[Planned]:
             _preview([task.words for task in executor.tasks], executor.unfit, results)
             return []
         if executor.is_published and not added:
-            tell(nothing_missing(results))
+            print_result(nothing_missing(results))
             return []
         _check_place(results)
         failures = executor.run()
@@ -151,7 +151,7 @@ def _check_place(results: Path) -> None:
 
 def _preview(commands: Sequence[Sequence[str]], unfit: Mapping[Planned, str], results: Path) -> None:
     for run, why in unfit.items():
-        say(f"{run}: {why}")
+        log(f"{run}: {why}")
     if commands or not unfit:
         print("\n".join(map(shlex.join, commands)) or nothing_missing(results))
 
@@ -159,7 +159,7 @@ def _preview(commands: Sequence[Sequence[str]], unfit: Mapping[Planned, str], re
 def _submission(plan: Plan, runs: Sequence[Planned], command: Command, results: Path) -> Submission:
     """Return the jobs, with a last one that does as this command, without submitting."""
     for note in left_out(plan):
-        say(note)
+        log(note)
     added = ["--add", *map(str, command.add)] if command.add else []
     report = [str(command.preset), "--gather", "--output", str(results), *added]
     return Submission(plan, runs, results, report, command.only)
@@ -169,7 +169,7 @@ def _unfinished(runs: Sequence[Planned], results: Path) -> list[Planned]:
     """Return the runs that the jobs of a cluster have not finished, and say each."""
     found = unfinished(runs, results)
     for run, why in found:
-        tell(f"      {run}: FAILED. {why}")
+        print_result(f"      {run}: FAILED. {why}")
     return [run for run, _ in found]
 
 
@@ -190,12 +190,12 @@ def _report(plan: Plan, added: list[Path], results: Path) -> None:
     is_shipped = plan.file.resolve() == shipped_preset(plan.preset.name).resolve()
     if plan.file.resolve() != (results / "preset.toml").resolve() and not is_shipped:
         write_atomically(results / "preset.toml", plan.text)
-    tell("\n".join(f"      {path}" for path in write(plan, runs, results)))
+    print_result("\n".join(f"      {path}" for path in write(plan, runs, results)))
 
 
 def _stop(number: int, frame: object) -> NoReturn:
     """Exit: the job that runs gets a minute to write its checkpoint (`run_job`); a second signal kills it."""
-    say("Stopping; a job that runs writes its checkpoint. The same command goes on later.")
+    log("Stopping; a job that runs writes its checkpoint. The same command goes on later.")
     sys.exit(128 + number)
 
 
@@ -208,7 +208,7 @@ def main() -> None:
     failures = compare(command)
     if failures:
         again = "Submit again: they go on." if command.gather else "The same command tries again."
-        say(f"pala: failed: {'; '.join(map(str, failures))}. {again}")
+        log(f"pala: failed: {'; '.join(map(str, failures))}. {again}")
     sys.exit(1 if failures else 0)
 
 

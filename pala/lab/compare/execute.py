@@ -21,7 +21,7 @@ from pala.run.lock import lock_folder
 from pala.run.user_code import named_code
 from pala.system.errors import PalaError
 from pala.system.jobs import launcher_of, run_job
-from pala.system.output import tell
+from pala.system.output import print_result
 from pala.system.text import duration, short_number
 
 _PATIENCE_S = 60.0  # for a job to write its checkpoints and end, after SIGUSR1
@@ -182,25 +182,25 @@ class Executor:
 
     def _run(self) -> list[Planned]:
         done = len(self._runs) - len(self.tasks) - len(self.unfit)
-        tell(f"PALA  {self._plan.preset.name}: {done} of {len(self._runs)} runs are complete")
+        print_result(f"PALA  {self._plan.preset.name}: {done} of {len(self._runs)} runs are complete")
         if not self.tasks and not self.unfit:
-            tell(f"      {nothing_missing(self._results)}")
+            print_result(f"      {nothing_missing(self._results)}")
         for run, why in self.unfit.items():
-            tell(f"      {run}: FAILED. {why}")
+            print_result(f"      {run}: FAILED. {why}")
         failures = list(self.unfit)
         for number, task in enumerate(self.tasks):
             place = f"      {done + number + 1}/{len(self._runs)}  {task.run}"
-            tell(f"{place}: {_VERBS[task.what]}")
+            print_result(f"{place}: {_VERBS[task.what]}")
             begin = time.monotonic()
             fault = self._do(task)
             if fault is not None:
                 failures.append(task.run)
-                tell(f"{place}: FAILED. {fault}")
+                print_result(f"{place}: FAILED. {fault}")
                 continue
             seconds = time.monotonic() - begin
             if task.what == "train":
                 self._seconds, self._steps = self._seconds + seconds, self._steps + task.run.config.total_steps
-            tell(f"{place}: {self._became(task)}, {duration(seconds)}{self._rest(number)}")
+            print_result(f"{place}: {self._became(task)}, {duration(seconds)}{self._rest(number)}")
         return failures
 
     def _do(self, task: Task) -> str | None:

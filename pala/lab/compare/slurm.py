@@ -19,7 +19,7 @@ from pala.lab.compare.made import Published
 from pala.lab.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
-from pala.system.output import tell
+from pala.system.output import print_result
 
 _SCRIPT = Path("launch/slurm/several_nodes.sbatch")
 _WHERE = {"partition": "SLURM_JOB_PARTITION", "account": "SLURM_JOB_ACCOUNT", "qos": "SLURM_JOB_QOS"}
@@ -83,13 +83,13 @@ class Submission:
             try:
                 run_folder.set_aside(task.run.folder)
                 fresh.append(_ask(self._command(task)))
-                tell(f"      {task.run}: job {fresh[-1]}")
+                print_result(f"      {task.run}: job {fresh[-1]}")
             except PalaError as error:
                 refused.append(task.run)
-                tell(f"      {task.run}: NOT SUBMITTED. {error}")
+                print_result(f"      {task.run}: NOT SUBMITTED. {error}")
         waiting = [(run, queue[_name(run)]) for run in self._plan.runs if _name(run) in queue]
         for run, job in waiting:
-            tell(f"      {run}: job {job} waits or runs")
+            print_result(f"      {run}: job {job} waits or runs")
         self.jobs = [*(job for _, job in waiting), *fresh]
         if fresh or (waiting and self._report_name not in queue):
             self._submit_report(queue.get(self._report_name))
@@ -108,7 +108,7 @@ class Submission:
         asked = [option for option in self._plan.preset.slurm.options if option.startswith(_OF_EVERY_JOB)]
         size = [*asked, "--nodes=1", "--ntasks=1"]
         job = _ask([*_sbatch(self._report_name), *_output(log), *size, after, f"--wrap=exec {command}"])
-        tell(f"      report, after them: job {job}; what it says is in '{log}'")
+        print_result(f"      report, after them: job {job}; what it says is in '{log}'")
         if earlier:
             _ask(["scancel", *self._clusters, "--state=PENDING", earlier])
 

@@ -24,7 +24,7 @@ from pala.run.provenance import now_utc, provenance
 from pala.system.command_line import check_choices, check_least, check_named, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
-from pala.system.output import tell
+from pala.system.output import print_result
 
 _PROGRAM = "pala.simulate predict"
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
@@ -93,7 +93,7 @@ def predict(command: Command, benchmark: dict[str, Any], costs: Costs, output: P
         },
         "predictions": predictions(command, costs),
     }
-    tell(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
+    print_result(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
     write_json(output / "simulation.json", result, indent=1)
     write_atomically(output / "simulation.md", markdown(result).encode())
     draw(result, output / "simulation.png")
@@ -126,7 +126,7 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
     prediction = METHODS[method].simulate(cluster, costs, command.seed)
     seconds = time.perf_counter() - begin
     row |= {"efficiency": prediction.steps_per_s / (ranks * costs.steps_per_s)} | asdict(prediction)
-    tell(
+    print_result(
         f"PALA  {method}, {ranks} ranks{f', one {straggler:g} times slower' if straggler > 1 else ''}: "
         f"{prediction.steps_per_s:,.0f} steps/s, efficiency {row['efficiency']:.3f} ({seconds:.1f} s)"
     )
@@ -164,4 +164,4 @@ def run(arguments: list[str]) -> None:
     _check_that_something_is_left(command, costs)
     output = make_output_folder(command.output, "simulation")
     predict(command, benchmark, costs, output)
-    tell(f"{output}/simulation.md, simulation.json, simulation.png")
+    print_result(f"{output}/simulation.md, simulation.json, simulation.png")
