@@ -22,12 +22,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from signal import Signals
 from types import TracebackType
-from typing import Literal
 
 from torch import Tensor, nn
 
 from pala.comm.base import Communicator
 from pala.config import Config, ExchangeConfig, checked
+from pala.config.schema import CompressionName, MixingName, TopologyName
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.flat import FlatTensors, named_tensors, share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
@@ -53,9 +53,9 @@ class Gossip:
         model: nn.Module | Iterable[Tensor],
         *,
         total_steps: int,
-        mixing: Literal["paired", "uniform", "push_sum"] = "paired",
-        topology: Literal["auto", "random", "ring", "exponential", "complete"] = "auto",
-        compression: Literal["none", "bfloat16", "top_k"] = "none",
+        mixing: MixingName = "paired",
+        topology: TopologyName = "auto",
+        compression: CompressionName = "none",
         max_staleness: int = 10,
         patience_s: float = 5.0,
         seed: int = 0,

@@ -8,7 +8,7 @@ set -euo pipefail
 case ${1-} in
 check)
     modules=(pala/exchange/{budget,wire}.py pala/comm/base.py
-        pala/exchange/gossip/{actions,driver,messages,mixing,one_way,paired,process_lock,protocol,state,topology}.py
+        pala/exchange/gossip/{driver,messages,one_way,paired,process_lock,protocol,state,topology}.py
         pala/lab/simulate/{scenario,vector_models,virtual_network,virtual_cluster}.py explorer/schedules.py) ;;
 explore) modules=(explorer/{tables,world}.py) ;;
 *) echo "usage: $0 check|explore [OPTIONS]" >&2 && exit 2 ;;

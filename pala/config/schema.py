@@ -164,6 +164,11 @@ class A2CConfig:
         return self.learning_rate_decay == "linear"
 
 
+TopologyName = Literal["auto", "random", "ring", "exponential", "complete"]
+MixingName = Literal["uniform", "push_sum", "paired"]
+CompressionName = Literal["none", "bfloat16", "top_k"]
+
+
 @dataclass(frozen=True)
 class ExchangeConfig:
     """The exchange between ranks."""
@@ -171,12 +176,10 @@ class ExchangeConfig:
     kind: Literal["gossip", "shared_memory", "allreduce", "none"] = "gossip"
     """`gossip`: PALA. `shared_memory`: GALA-A2C, on one host. `allreduce`: synchronous A2C, gradients averaged at each
     update. `none`: independent learners."""
-    topology: Literal["auto", "random", "ring", "exponential", "complete"] = setting(
-        "auto", kinds=("gossip", "shared_memory")
-    )
+    topology: TopologyName = setting("auto", kinds=("gossip", "shared_memory"))
     """The peers that a rank sends to: a new random one each round; the next rank; the rank 1, 2, 4, … further on; all.
     `auto`: random; with `shared_memory`, ring [GALA]."""
-    mixing: Literal["uniform", "push_sum", "paired"] = setting("uniform", kinds=("gossip",))
+    mixing: MixingName = setting("uniform", kinds=("gossip",))
     """`uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`: weighted so that skipped messages do
     not bias the mean (arXiv 1811.10792). `paired`: two ranks move towards each other by the same amount, so that no
     rank's learning is taken back, however old the models are (docs/architecture.md)."""
@@ -189,7 +192,7 @@ class ExchangeConfig:
     patience_s: float = setting(5.0, between=(0.5, 1e6), kinds=("gossip",))
     """Seconds after which a rank continues without a model that does not come, and leaves out a peer that does not
     answer, until it does; never less than five of the rank's own updates. Ours."""
-    compression: Literal["none", "bfloat16", "top_k"] = setting("none", kinds=("gossip",))
+    compression: CompressionName = setting("none", kinds=("gossip",))
     """The part of a model that is sent, for slow links. `none`: all, float32 [GALA, PALA]. `bfloat16`: all, rounded,
     half the bytes (ours). `top_k`: what changed most since it was last sent (parallel Sarsa, Grounds & Kudenko)."""
     top_k_fraction: float = setting(
