@@ -118,7 +118,10 @@ def test_a_run_is_continued(name: str, ranks: int, tmp_path: Path) -> None:
     assert_keys_stay(make.keys_of(record)["config"], golden["record_keys"]["config"])
     new = [records[-1] for records in calls.records_of(run)[:ranks]]
     assert [record["type"] for record in new] == ["interval"] * ranks
-    assert_keys_stay({key for record in new for key in record}, golden["metrics_keys"]["interval"])
+    # The last interval of a rank may be too short for an update: its figures are in another then.
+    intervals = [record for records in calls.records_of(run) for record in records if record["type"] == "interval"]
+    own = [record for record in intervals if record["global_steps"] > before]
+    assert_keys_stay({key for record in own for key in record}, golden["metrics_keys"]["interval"])
 
 
 def checkpoints(run: Path, rank: int) -> tuple[Path, Path]:
