@@ -101,18 +101,24 @@ class Gossip:
             return self
         comm = self._comm
         with self._stack:
-            _begin_alike(comm, flat)
-            self._exchange = GossipExchange(
-                comm,
-                flat.data,
-                flat.signature,
-                self._settings.exchange,
-                ExchangeState([0] * comm.size),
-                self._interrupt,
-                total_steps=self._settings.total_steps,
-                seed=self._settings.seed,
-                num_exact=flat.num_exact,
-            )
+            try:
+                _begin_alike(comm, flat, self._settings)
+                self._exchange = GossipExchange(
+                    comm,
+                    flat.data,
+                    flat.signature,
+                    self._settings.exchange,
+                    ExchangeState([0] * comm.size),
+                    self._interrupt,
+                    total_steps=self._settings.total_steps,
+                    seed=self._settings.seed,
+                    num_exact=flat.num_exact,
+                )
+            except CollectiveError:
+                raise  # on every rank
+            except BaseException as error:
+                self._fail(error)  # the other ranks would wait for this one
+                raise
             self._stack = self._stack.pop_all()  # all went well: the handlers of signals stay until the block ends
         return self
 
@@ -153,9 +159,8 @@ class Gossip:
 
     def _fail(self, error: BaseException) -> None:
         """End the job, or this rank alone where the others outlive it; of ranks that are threads, only its exchange."""
-        if self._exchange is None:
-            return
-        self._exchange.abandon()
+        if self._exchange is not None:
+            self._exchange.abandon()
         if self._is_mpi:
             from pala.comm.mpi import MpiCommunicator
             from pala.comm.mpi_process import abort
@@ -241,8 +246,11 @@ def _ranks_of_mpi() -> Communicator | None:
     return start_mpi()
 
 
-def _begin_alike(comm: Communicator, flat: FlatTensors) -> None:
-    """Give all ranks rank 0's values. Collective. Raises CollectiveError if a rank has another model."""
+def _begin_alike(comm: Communicator, flat: FlatTensors, settings: Config) -> None:
+    """Give all ranks rank 0's values. Collective. Raises CollectiveError if a rank has another model or setting."""
+    all_settings = comm.allgather(settings)
+    if other := [rank for rank, given in enumerate(all_settings) if given != all_settings[0]]:
+        raise CollectiveError(f"Gossip of rank {other[0]} has other settings than rank 0: give all ranks the same.")
     signatures = comm.allgather((flat.signature, flat.data.numel()))
     if unlike := [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]:
         raise CollectiveError(

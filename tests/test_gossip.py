@@ -150,6 +150,15 @@ def test_another_model_on_one_rank_is_one_error_on_all() -> None:
         assert isinstance(error, PalaError) and "rank 2" in str(error)
 
 
+def test_another_setting_on_one_rank_is_one_error_on_all() -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        with Gossip(zeros(), total_steps=10 + comm.rank // 2, comm=comm):
+            raise AssertionError("the block must not begin")
+
+    for error in run_ranks(3, main):
+        assert isinstance(error, PalaError) and "rank 2 has other settings" in str(error)
+
+
 def test_an_exception_inside_the_block_is_raised_and_the_others_go_on() -> None:
     def main(comm: MemoryCommunicator) -> int:
         model = zeros()
@@ -217,7 +226,9 @@ def test_a_models_tensors_become_views_in_their_own_layout() -> None:
 
 
 SCRIPT = """
-import sys, torch, pala
+import os, sys, torch, pala, pala.gossip
+if sys.argv[1:] == ["fail at the start"] and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    pala.gossip.share_tensors = lambda *_: 1 / 0
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 3)
 with pala.Gossip(model, total_steps=2000) as gossip:
@@ -245,3 +256,5 @@ def test_a_script_on_real_ranks(mpi: Launcher, tmp_path: Path) -> None:
 def test_an_error_of_one_real_rank_ends_the_job_with_its_traceback(any_mpi: Launcher, tmp_path: Path) -> None:
     done = any_mpi.script(3, SCRIPT, tmp_path, "fail")
     assert done.status != 0 and "ValueError: of the user's" in done.output and "pala: rank 1 failed" in done.output
+    done = any_mpi.script(3, SCRIPT, tmp_path, "fail at the start")
+    assert done.status != 0 and "ZeroDivisionError" in done.output and "pala: rank 1 failed" in done.output
