@@ -70,7 +70,7 @@ class A2CAgent(Agent[ModelExchange]):
             comm, self.flat.data, self.flat.signature, self.config, self.start, interrupt, self.flat.num_moments
         )
 
-    def take_place(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
+    def wake_exchange(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
         flat = self.flat
         exchange = GossipExchange(
             comm,
@@ -84,7 +84,7 @@ class A2CAgent(Agent[ModelExchange]):
             num_exact=flat.num_moments,
             slept=sleeping,
         )
-        return exchange if exchange.take_place() else None
+        return exchange if exchange.join() else None
 
     def make_loop(self, exchange: ModelExchange, interrupt: Interrupt) -> Learner:
         return Learner(self, exchange, interrupt)
@@ -122,7 +122,7 @@ class A2CAgent(Agent[ModelExchange]):
         return counters | {
             "updates": newest["updates"],
             "applied": newest["applied"],
-            "own_steps": newest["local_steps"][comm.rank],
+            "local_steps": newest["steps_by_rank"][comm.rank],
             "time_s": newest["time_s"],
             "warms_up_from": newest["warms_up_from"],
         }

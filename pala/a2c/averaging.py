@@ -24,8 +24,8 @@ def average_of(segment: Path, signature: int, parameters: int, first_only: bool 
     def load(state: RankState) -> RankState:
         read = load_rank(segment, state.rank, signature, state.ranks, parameters)  # a live job may have saved since
         check_actor_critic(read, parameters)
-        both = zip(state.counters["local_steps"], read.counters["local_steps"], strict=True)
-        return replace(read, counters=read.counters | {"local_steps": [max(steps) for steps in both]})
+        both = zip(state.counters["steps_by_rank"], read.counters["steps_by_rank"], strict=True)
+        return replace(read, counters=read.counters | {"steps_by_rank": [max(steps) for steps in both]})
 
     states = load_all(segment, signature, parameters, whole=False)
     return average(states, load, first_only), len(states)

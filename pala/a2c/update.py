@@ -127,8 +127,8 @@ class A2C:
         if config.momentum:
             from pala.a2c.momentum import Momentum
 
-            self._movement = torch.zeros_like(flat.data)
-            mean = self._movement[: flat.num_learned]
+            self._mean_move = torch.zeros_like(flat.data)
+            mean = self._mean_move[: flat.num_learned]
             self._momentum = Momentum(self.learned, config.momentum, config.momentum_smoothing, mean)
 
     @property
@@ -136,7 +136,7 @@ class A2C:
         """Tensors that a checkpoint keeps, by their names there."""
         state = {"parameters": self.flat.data, "mean_square": self.mean_square}
         if self._momentum is not None:
-            state["movement"] = self._movement
+            state["movement"] = self._mean_move
         return state
 
     @property

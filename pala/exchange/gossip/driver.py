@@ -249,10 +249,10 @@ class GossipDriver(Receiver):
             self.protocol = type(self.protocol)(replace(self.protocol.rules, whole_every=whole_every))
             self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(self._num_snapshots)]
 
-    def take_place(self) -> None:
+    def join(self) -> None:
         """Train from now on; `advance` says when a peer's model has come."""
         with self.lock:
-            self.protocol.take_place(self.state, self.transport.now_s())
+            self.protocol.join(self.state, self.transport.now_s())
 
     def leave(self) -> None:
         """Train no more, and tell the others, who continue."""

@@ -60,8 +60,8 @@ class Paired(GossipProtocol):
     def update_finished(self, s: GossipState, now_s: float, steps: int, healthy: bool = True) -> list[Action]:
         s.num_offers = 0
         if self._in_step:
-            s.answered_late = True
-            s.offers = {peer: offer._replace(is_late=True) for peer, offer in s.offers.items()}
+            s.only_late_answers = True
+            s.offers = {peer: offer._replace(of_earlier_update=True) for peer, offer in s.offers.items()}
         return super().update_finished(s, now_s, steps, healthy)
 
     def advance(self, s: GossipState, now_s: float, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
@@ -77,7 +77,7 @@ class Paired(GossipProtocol):
     def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
         most = self.rules.exchanges_per_update
         may_offer = s.num_offers < most and not self._waits_for_reply(s) and len(s.budget.living) > 1
-        if most == 1 or not (may_offer or s.inbox or s.answers):
+        if most == 1 or not (may_offer or s.to_mix or s.answers):
             return []
         self.clock(s, now_s)  # it may have been away
         if s.between_updates or not s.has_model or s.budget.stop is not Stop.NONE:
@@ -91,7 +91,7 @@ class Paired(GossipProtocol):
 
     def unreadable_model_came(self, s: GossipState, sender: int) -> list[Action]:
         """Take note of what was an offer or the answer to one; neither is open any more."""
-        if sender not in s.inbox:
+        if sender not in s.to_mix:
             return super().unreadable_model_came(s, sender) + self._close(s, sender)
         s.counts["models_refused"] += 1  # its offer has come, so this was its answer
         return self._close(s, sender)
@@ -99,7 +99,7 @@ class Paired(GossipProtocol):
     def finish(self, s: GossipState) -> list[Action]:
         """Move by the answers that came; both models of an offer without an answer stay as they are."""
         if s.has_model:
-            s.inbox.clear()
+            s.to_mix.clear()
             return [*self._move(s), Clear()]
         return super().finish(s)
 
@@ -142,13 +142,13 @@ class Paired(GossipProtocol):
         if offer is not None and is_refusal and message.round in (offer.number, ANY):
             self._credit_came(s, sender, wants_whole=message.kind is Kind.ASK_WHOLE)
             s.refusing.add(sender)
-            return self._refused(s, sender, waits_for_its=self._in_step and message.weight == CROSSED)
+            return self._refused(s, sender, peer_has_offered=self._in_step and message.weight == CROSSED)
         return []
 
     def _offer_came(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         sender, usable = message.sender, not (late or rejected)
-        s.numbers[sender] = message.round
-        if usable and sender in s.inbox:
+        s.offer_numbers[sender] = message.round
+        if usable and sender in s.to_mix:
             # Something of its sender's could not be read, and was taken for this offer: it has closed that, and means
             # the new one. Its model of before will do.
             return []
@@ -176,14 +176,14 @@ class Paired(GossipProtocol):
         s.refusing.discard(sender)
         del s.offers[sender]
         s.answers[sender] = fraction
-        s.answered_late &= offer.is_late
+        s.only_late_answers &= offer.of_earlier_update
         return [Keep(sender)]
 
-    def _refused(self, s: GossipState, peer: int, waits_for_its: bool = False) -> list[Action]:
-        """Close the offer to this peer, of which nothing came. A rank that waits makes the next one, but not at once if
-        it `waits_for_its`, which is on the way."""
+    def _refused(self, s: GossipState, peer: int, peer_has_offered: bool = False) -> list[Action]:
+        """Close the offer to this peer, of which nothing came. A rank that waits makes the next one, but not if
+        `peer_has_offered`: that offer is on the way, and will do."""
         closed = self._close(s, peer)
-        if s.between_updates and not s.owed and not self._waits_for_reply(s) and not waits_for_its:
+        if s.between_updates and not s.owed and not self._waits_for_reply(s) and not peer_has_offered:
             s.owed += self._next_peers(s)
         return closed
 
@@ -204,7 +204,7 @@ class Paired(GossipProtocol):
         moves: list[Action] = [Move(peer, fraction) for peer, fraction in s.answers.items()]
         s.answers.clear()
         s.gave_up, s.num_rejected = False, 0
-        if not s.answered_late:
+        if not s.only_late_answers:
             s.staleness = 0
         return moves
 
@@ -212,10 +212,10 @@ class Paired(GossipProtocol):
         """Answer all offers that came and move towards them; or take their mean for this rank's own model."""
         if not s.has_model:
             return self._void_offers(s) + super()._mix(s, give_credit)
-        num_offers = len(s.inbox)
+        num_offers = len(s.to_mix)
         fraction = 1.0 / (1 + num_offers)
-        answers = [SendModel(self._answer(s, peer, fraction), (peer,), True) for peer in s.inbox]
-        s.inbox.clear()
+        answers = [SendModel(self._answer(s, peer, fraction), (peer,), True) for peer in s.to_mix]
+        s.to_mix.clear()
         s.whole_came = s.gave_up = False
         s.num_rejected = s.staleness = 0
         return [*answers, Pull(fraction, num_offers)]
@@ -230,4 +230,4 @@ class Paired(GossipProtocol):
         return self._reply(s, Kind.ANSWER, peer)._replace(weight=fraction)
 
     def _reply(self, s: GossipState, kind: Kind, peer: int) -> Message:
-        return self._message(s, kind)._replace(round=s.numbers.pop(peer, ANY))
+        return self._message(s, kind)._replace(round=s.offer_numbers.pop(peer, ANY))
