@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,14 +56,10 @@ MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much
 
 
 def make_protocol(rules: Rules) -> GossipProtocol:
-    """Return the protocol that the rules' mixing needs."""
-    if RULES[rules.mixing].by_pairs:
-        from pala.exchange.gossip.paired import Paired
-
-        return Paired(rules)
-    from pala.exchange.gossip.one_way import OneWay
-
-    return OneWay(rules)
+    """Return the protocol that the row of the rules' mixing names."""
+    module, _, name = RULES[rules.mixing].protocol.partition(":")
+    protocol: type[GossipProtocol] = getattr(import_module(module), name)
+    return protocol(rules)
 
 
 class Opened(NamedTuple):
