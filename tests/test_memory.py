@@ -87,7 +87,7 @@ from support.memory_jobs import (
 
 # ---- all is well -----------------------------------------------------------------------------------------------------
 
-METRICS_OF_A2C = {metric.name for metric in METRICS if metric.algorithm != "gorila"} - {"info_KEY"}
+METRICS_OF_A2C = {metric.name for metric in METRICS if metric.is_of("a2c")} - {"info_KEY"}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])

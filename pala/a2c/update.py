@@ -106,6 +106,14 @@ class UpdateResult(NamedTuple):
     applied: bool
 
 
+@dataclass
+class Kept:
+    """The numbers that a rank's checkpoints keep beside its tensors."""
+
+    warms_up_from: int = 0
+    """The update after which the mean squares were 0."""
+
+
 class A2C:
     """The optimiser's state and one update of a network's flat parameters: its gradient, then a step along it."""
 
@@ -120,7 +128,7 @@ class A2C:
 
             self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
-        self.warms_up_from = 0  # the update after which the mean squares were 0
+        self.kept = Kept()
         self._usual_square: float | None = None  # of the gradient's norm; a resumed run begins anew
         self._num_norms = 0  # in that
         self._momentum: Momentum | None = None
@@ -148,7 +156,7 @@ class A2C:
         """Set the mean squares to zero, and warm up from update `updates` on: those of parameters that were not finite
         are not finite either."""
         self.mean_square.zero_()
-        self.warms_up_from = updates
+        self.kept.warms_up_from = updates
         self._usual_square, self._num_norms = None, 0
 
     def restart_momentum(self) -> None:

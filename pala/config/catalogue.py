@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pala.config.schema import ExchangeConfig
 
+ACTOR_CRITIC = ("a2c",)
+"""Algorithms that play rollouts and exchange models: they read the sections `a2c` and `exchange`."""
+
 _WHOLE_MODELS: Mapping[str, tuple[str, ...]] = {"mixing": ("uniform",), "compression": ("none",)}
 
 

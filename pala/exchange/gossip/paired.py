@@ -206,7 +206,7 @@ class Paired(GossipProtocol):
     def _forget(self, s: GossipState, peer: int) -> list[Action]:
         return self._close(s, peer) + super()._forget(s, peer)
 
-    # ---- adopt, and answer --------------------------------------------------------------------------------------
+    # ---- adopt, and answer -------------------------------------------------------------------------------------
 
     def _adopt(self, s: GossipState) -> list[Action]:
         """Move by the answers that came to this rank's offers."""
