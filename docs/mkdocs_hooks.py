@@ -33,8 +33,8 @@ TABLES = {  # what docs/metrics.md shows where
     "every": lambda m: m.record == "every",
     "start": lambda m: m.record == "start",
     "episode": lambda m: m.record == "episode",
-    "interval": lambda m: m.record == "interval" and m.algorithm != "gorila",
-    "gorila": lambda m: m.algorithm == "gorila",
+    "interval": lambda m: m.record == "interval" and m.is_of("a2c"),
+    "gorila": lambda m: m.algorithms == ("gorila",),
 }
 
 
@@ -126,7 +126,7 @@ def _toml(value: Any) -> str:
 def metrics() -> str:
     """Every field of the metrics files: record, unit, scope, meaning."""
     rows = [
-        (f"`{m.name}`", m.record, {"both": "both", "a2c": "A2C", "gorila": "Gorila"}[m.algorithm],
+        (f"`{m.name}`", m.record, _algorithms(m),
          f"{m.scope}: {m.role}" if m.role not in ("", "all") else m.scope, m.unit or _NO_UNIT, m.meaning)
         for m in METRICS
     ]  # fmt: skip
@@ -134,6 +134,11 @@ def metrics() -> str:
         "# Metrics: all fields\n\nOf `metrics/rank-NNNN.jsonl` in a run's folder; [Metrics](../metrics.md) says how to "
         "read the files.\n\n" + _table(("field", "record", "algorithm", "of", "unit", "meaning"), rows) + "\n"
     )
+
+
+def _algorithms(m: Metric) -> str:
+    """Return the algorithms that write a field, in words."""
+    return ", ".join({"gorila": "Gorila"}.get(name, name.upper()) for name in m.algorithms) or "all"
 
 
 def api() -> str:

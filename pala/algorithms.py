@@ -17,6 +17,7 @@ from pala.system.text import counted
 if TYPE_CHECKING:
     import gymnasium
 
+    from pala.a2c.agent import A2CAgent
     from pala.envs.vector import Envs
     from pala.exchange.budget import StartState
     from pala.exchange.sleeping import Sleeping
@@ -70,7 +71,15 @@ class Algorithm(abc.ABC):
         return None
 
 
-class _A2C(Algorithm):
+class _ActorCritic(Algorithm):
+    """A2C, and what plays, exchanges and is saved as it does."""
+
+    def _agent_class(self) -> type[A2CAgent]:
+        """Return the class of its agents: all in which an algorithm of this kind differs."""
+        from pala.a2c.agent import A2CAgent
+
+        return A2CAgent
+
     def method(self, config: Config) -> str:
         return f"{config.algorithm.upper()}, exchange {config.exchange.kind}"
 
@@ -84,7 +93,7 @@ class _A2C(Algorithm):
     ) -> Agent[Any]:
         from pala.a2c.agent import build
 
-        return build(comm, config, envs, make_network, sleeping)
+        return build(comm, config, envs, make_network, sleeping, self._agent_class())
 
     def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
         from pala.exchange.gossip.sleeping import SleepingGossip
@@ -156,5 +165,5 @@ class _Gorila(Algorithm):
         return config.evaluation.epsilon
 
 
-ALGORITHMS: dict[str, Algorithm] = {"a2c": _A2C(), "gorila": _Gorila()}
+ALGORITHMS: dict[str, Algorithm] = {"a2c": _ActorCritic(), "gorila": _Gorila()}
 """By `Config.algorithm`."""

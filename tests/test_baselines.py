@@ -219,7 +219,7 @@ def test_training_completes_with_the_budget_met(each_standing: StandingRanks, ki
     run = tmp_path / "runs/r"
     assert record_of(run)["completed"]
     states = states_of(run, 3)
-    steps = [state.counters["own_steps"] for state in states]
+    steps = [state.counters["local_steps"] for state in states]
     assert 6000 <= sum(steps) == record_of(run)["segments"][0]["global_steps"] < 6000 + 3 * 3 * 20
     if kind == "allreduce":
         assert len(set(steps)) == 1
@@ -242,9 +242,9 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(
     assert done.values == [128 + signal.SIGTERM, 128 + signal.SIGUSR1], done.output
     assert "checkpoint written to" in done.output, done.output
     stopped = states_of(run, 2)
-    made = sum(state.counters["own_steps"] for state in stopped)
+    made = sum(state.counters["local_steps"] for state in stopped)
     if kind == "allreduce":
-        assert stopped[0].counters["own_steps"] == stopped[1].counters["own_steps"]
+        assert stopped[0].counters["local_steps"] == stopped[1].counters["local_steps"]
         assert stopped[0].tensors["parameters"].equal(stopped[1].tensors["parameters"])
     done = standing.train(2, "--resume", str(run), "--total-steps", str(made + 2000), cwd=tmp_path)
     assert done.status == 0, done.output

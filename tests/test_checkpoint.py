@@ -207,7 +207,7 @@ def test_the_steps_of_ranks_that_know_their_own_alone(tmp_path):
     segment = checkpoint.new_segment(tmp_path)
     for rank, own in enumerate(([100, 0], [0, 200])):
         state = make_state(rank, 2)
-        save_rank(segment, replace(state, counters=state.counters | {"base_steps": 7, "local_steps": own}))
+        save_rank(segment, replace(state, counters=state.counters | {"base_steps": 7, "steps_by_rank": own}))
     assert checkpoint.global_steps(tmp_path) == 7 + 300
 
 
@@ -295,7 +295,7 @@ def test_of_a_lost_rank_only_the_steps_count(tmp_path):
     """Also where nobody else knows of them, as without exchange."""
     for rank in range(3):
         state = make_state(rank, 3, steps=100 * (rank + 1))
-        state.counters["local_steps"] = [state.counters["own_steps"] if r == rank else 0 for r in range(3)]
+        state.counters["steps_by_rank"] = [state.counters["local_steps"] if r == rank else 0 for r in range(3)]
         state.counters["lost"] = [] if rank == 2 else [2]
         save_rank(tmp_path, state)
     states = load_all(tmp_path, SIGNATURE)

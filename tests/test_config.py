@@ -217,7 +217,7 @@ def _nested(key, value):
 
 def test_a_section_says_what_holds_for_all_its_settings_and_a_field_what_does_not():
     facts = facts_of(Config)
-    assert facts["a2c.gamma"] == Facts(between=(0, 1), algorithm="a2c")
+    assert facts["a2c.gamma"] == Facts(between=(0, 1), algorithms=("a2c",))
     assert (facts["run.name"].decides, facts["run.threads"].decides, facts["seed"].decides) == (
         "nothing",
         "speed",

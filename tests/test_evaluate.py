@@ -79,9 +79,9 @@ def save_rank(
     folder = run / "checkpoints" / "segment-000"
     folder.mkdir(parents=True, exist_ok=True)
     parameters = torch.randn(len(flat.data))
-    counters = {"weight": weight, "local_steps": [steps, 200], "base_steps": 7}
+    counters = {"weight": weight, "steps_by_rank": [steps, 200], "base_steps": 7}
     counters |= {"updates": updates, "applied": updates, "warms_up_from": 0, "spares": 0, "lost": []}
-    counters |= {"own_steps": 100, "round": 1, "time_s": 1.0}
+    counters |= {"local_steps": 100, "round": 1, "time_s": 1.0}
     state = RankState(
         rank, ranks, flat.signature, {"parameters": parameters, "mean_square": parameters * 0}, {}, counters
     )

@@ -288,7 +288,7 @@ class Gossiping:
         """What any messages, in any order, must leave as it is."""
         assert len(self.driver.snapshots) <= 2 + 6 * RANKS, "memory grows"
         assert len(self.transport.sent) <= 2 + 20 * RANKS, "what is sent piles up"
-        assert len(self.state.inbox) < RANKS and len(self.state.owed) <= 2 * RANKS
+        assert len(self.state.to_mix) < RANKS and len(self.state.owed) <= 2 * RANKS
         assert len(self.complaints) <= RANKS
         assert 0 < self.state.weight < math.inf
 
@@ -296,7 +296,7 @@ class Gossiping:
 def test_who_takes_nothing_may_leave_all_the_same() -> None:
     node = Gossiping("uniform", "none", max_staleness=1)
     node.go_on()  # how long an update takes says what is long
-    model = Message(Kind.MODEL, 0, 1, 1.0, Stop.NONE, node.state.budget.local_steps)
+    model = Message(Kind.MODEL, 0, 1, 1.0, Stop.NONE, node.state.budget.steps_by_rank)
     while not node.driver._takes_nothing(1):
         node.transport.clock_s += 1e6
         node.driver._send_model(SendModel(model, (1,), whole=True))

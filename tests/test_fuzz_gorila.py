@@ -153,7 +153,7 @@ def forget_the_end(cluster: list[Rank]) -> None:
     for rank in cluster:
         budget = rank.node.budget
         budget.stop, budget.stop_told, budget.sum_steps = Stop.NONE, False, 0
-        budget.local_steps = np.zeros(len(cluster), np.uint64)
+        budget.steps_by_rank = np.zeros(len(cluster), np.uint64)
 
 
 def be_hostile(cluster: list[Rank], what: tuple) -> None:

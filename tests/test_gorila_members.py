@@ -45,7 +45,7 @@ class Company:
     def tell(self, source: int, peer: int, kind: Kind, number: int) -> Bytes:
         packet = Bytes(np.empty(0, np.uint8))
         packet.pending = 1
-        message = Message(kind, source, number, 1.0, Stop.NONE, self.members[source].budget.local_steps)
+        message = Message(kind, source, number, 1.0, Stop.NONE, self.members[source].budget.steps_by_rank)
         self.under_way.setdefault((source, peer), deque()).append((message, packet))
         return packet
 

@@ -183,7 +183,7 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
     assert "checkpoint written to" in done.output, done.output
     stopped = states_of(run, 2)
     begin, held = assemble(stopped), [intervals(run, rank)[-1]["replay_transitions"] for rank in range(2)]
-    made = sum(state.counters["own_steps"] for state in stopped)
+    made = sum(state.counters["local_steps"] for state in stopped)
     assert begin.version > 20 and not begin.parameters.equal(begin.target) and min(held) > 100
 
     def resume(ranks: int, steps: int, *arguments: str) -> Ended:

@@ -584,7 +584,7 @@ def test_any_bytes_are_taken_or_refused_without_a_trace() -> None:
         source, receiver, data = sent
         rank = cluster[receiver]
         rank.node.budget.stop = Stop.NONE
-        rank.node.budget.local_steps[:] = 0
+        rank.node.budget.steps_by_rank[:] = 0
         before, counted = trace(rank), rank.node.counts["messages_refused"]
         rank.hear(source, data)
         is_refused = rank.node.counts["messages_refused"] > counted

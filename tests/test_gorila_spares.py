@@ -30,8 +30,8 @@ from support.memory_jobs import (
     both,
     gorila,
     leave_at,
-    own_steps,
     ranks_in,
+    saved_steps,
     slow_until_joined,
     stop_when,
     stopped_well,
@@ -55,7 +55,7 @@ def test_a_spare_takes_the_place_of_a_bundle(dead: int, tmp_path: Path, capsys: 
     job = train(4, with_spares(tmp_path, 1), [fail_at(dead, 5)], on_count=stop_when(3, updates=20))
     assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
     assert ranks_in(job, "lost_ranks") == [dead] and ranks_in(job, "joined_ranks") == [3]
-    assert job.total("gradients_sent", rank=3) >= 19 and own_steps(job.states())[3] > 60
+    assert job.total("gradients_sent", rank=3) >= 19 and saved_steps(job.states())[3] > 60
     assert job.total("messages_refused") == 0
     said = capsys.readouterr().err
     assert "[rank 3] begins an empty replay: what the one before it held is lost" in said
@@ -94,10 +94,10 @@ def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
     job = train(4, with_spares(tmp_path, 2, steps=300))
     assert job.ended_well(but_for=[2, 3]) and [result.status for result in job.results[2:]] == ["spared"] * 2
     assert job.segment["ranks"] == 2 and not {"lost_ranks", "joined_ranks"} & job.segment.keys()
-    before = own_steps(job.states(ranks=2))
+    before = saved_steps(job.states(ranks=2))
     resumed = train(3, replace(job.config, total_steps=1500, run=replace(job.config.run, spares=1)), resume=job.run)
     assert resumed.ended_well(but_for=[2])
-    assert all(now > then for now, then in zip(own_steps(resumed.states(ranks=2)), before, strict=True))
+    assert all(now > then for now, then in zip(saved_steps(resumed.states(ranks=2)), before, strict=True))
 
 
 # ---- deaths at bad moments -------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
     assert stopped_well(job, but_for=[2]) and job.results[2].status == "left"
     assert ranks_in(job, "left_ranks") == [2] and "lost_ranks" not in job.segment
     assert ranks_in(job, "joined_ranks") == [3] * spares
-    assert job.results[0].global_steps == sum(own_steps(job.states()))  # unlike those of the dead, all are counted
+    assert job.results[0].global_steps == sum(saved_steps(job.states()))  # unlike those of the dead, all are counted
     assert "[rank 2] leaves (SIGUSR2); 2 go on" in capsys.readouterr().err
 
 
@@ -217,7 +217,7 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, m
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
     job = train(3, with_spares(tmp_path, 0, steps=600), on_count=leave_at(2, update=5))
     assert job.ended_well() and ranks_in(job, "left_ranks") == [2]
-    assert job.segment["global_steps"] == sum(own_steps(job.states())) >= 600
+    assert job.segment["global_steps"] == sum(saved_steps(job.states())) >= 600
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ def test_the_learning_rate_rises_in_the_first_updates_and_again_when_the_mean_sq
     run.go()
     assert [rate for *_, rate, _ in run.updates] == pytest.approx([2, 4, 6, 8, 8, 8, 2, 4, 6])
     assert run.learner.counters.applied == 8  # all but the sixth
-    assert run.a2c.warms_up_from == 6
+    assert run.a2c.kept.warms_up_from == 6
 
 
 def test_updates_that_are_left_out_do_not_use_up_the_warm_up():

@@ -77,9 +77,9 @@ from support.memory_jobs import (
     configure,
     gorila,
     leave_at,
-    own_steps,
     parameters,
     ranks_in,
+    saved_steps,
     stop_when,
     stopped_well,
     train,
@@ -87,7 +87,7 @@ from support.memory_jobs import (
 
 # ---- all is well -----------------------------------------------------------------------------------------------------
 
-METRICS_OF_A2C = {metric.name for metric in METRICS if metric.algorithm != "gorila"} - {"info_KEY"}
+METRICS_OF_A2C = {metric.name for metric in METRICS if metric.is_of("a2c")} - {"info_KEY"}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
@@ -96,7 +96,7 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
     trained = train(ranks, configure(tmp_path, kind, 300 * ranks))
     assert trained.ended_well()
     states = trained.states()
-    made, asked = sum(own_steps(states)), trained.config.total_steps
+    made, asked = sum(saved_steps(states)), trained.config.total_steps
     assert asked <= made < asked + 10 * ranks * BATCH
     assert {result.global_steps for result in trained.results} == {made} == {trained.segment["global_steps"]}
     assert [result.leads for result in trained.results] == [rank == 0 for rank in range(ranks)]
@@ -104,10 +104,10 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
     assert (trained.total("models_mixed") > 0) == (KINDS[kind].coupling == 1)
     assert trained.fields() <= METRICS_OF_A2C
     if KINDS[kind].independent:
-        assert own_steps(states) == [300] * ranks
+        assert saved_steps(states) == [300] * ranks
         assert len(parameters(states).unique(dim=0)) == ranks
     if KINDS[kind].averages_gradients:
-        assert len(parameters(states).unique(dim=0)) == len(set(own_steps(states))) == 1
+        assert len(parameters(states).unique(dim=0)) == len(set(saved_steps(states))) == 1
 
 
 def test_every_metric_is_written_by_some_kind(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_the_living_make_the_rest(kind: str, dead: list[int], tmp_path: Path, ca
     assert [rank for rank in living if trained.results[rank].leads] == living[:1]
     assert [lost["rank"] for lost in trained.segment["lost_ranks"]] == dead
     assert re.search(rf"\[rank \d\] rank {dead[-1]} on", capsys.readouterr().err), "who led then says so"
-    steps = own_steps(trained.states())
+    steps = saved_steps(trained.states())
     if KINDS[kind].independent:
         assert all(steps[rank] == 200 for rank in living), "a dead rank takes its share along"
     else:
@@ -282,8 +282,8 @@ def test_the_others_go_on_when_ranks_leave(
     assert [entry["rank"] for entry in job.segment["left_ranks"]] == left and "lost_ranks" not in job.segment
     states = job.states()
     # Unlike that of the dead, all of their work is counted.
-    assert job.segment["global_steps"] == sum(own_steps(states)) >= 1200
-    assert [own_steps(states)[rank] for rank in left] == [5 * BATCH] * len(left)
+    assert job.segment["global_steps"] == sum(saved_steps(states)) >= 1200
+    assert [saved_steps(states)[rank] for rank in left] == [5 * BATCH] * len(left)
     assert job.total("waits_given_up") == 0 and "has died" not in capsys.readouterr().err
     resumed = job.resume(4, steps=1600)
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
@@ -459,7 +459,7 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, m
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
     job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
-    assert own_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(own_steps(job.states()))
+    assert saved_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(saved_steps(job.states()))
     others = job.states()[1:]
     policy = torch.cat([tensor.flatten() for tensor in job.policy.values()])
     assert math.isclose(float(policy.norm()), float(parameters(others).mean(0).norm()), rel_tol=1e-3)
@@ -509,7 +509,7 @@ def test_when_all_are_told_to_leave_the_run_stops_and_is_resumed(ranks: int, tmp
     statuses = [result.status for result in job.results]
     assert set(statuses) <= {"left", "stopped"} and "stopped" in statuses
     assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
-    steps = sum(own_steps(job.states()))
+    steps = sum(saved_steps(job.states()))
     assert job.resume(ranks, steps=steps + 200).ended_well()
 
 
@@ -536,7 +536,7 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
     assert [rank for rank in leavers if job.results[rank].leads] == [0]
     assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
     assert ranks_in(job, "left_ranks") == [] and ranks_in(job, "lost_ranks") == [*{1, 2}.difference(leavers)]
-    assert job.resume(3, steps=sum(own_steps(job.states())) + 200).ended_well()
+    assert job.resume(3, steps=sum(saved_steps(job.states())) + 200).ended_well()
 
 
 @pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
@@ -772,7 +772,7 @@ def test_what_is_not_finite_at_a_stop_is_not_saved(
     said = capsys.readouterr().err
     assert "[rank 0] its parameters or optimiser's state are not finite: the checkpoint before is kept." in said
     assert "[rank 0] SIGTERM: checkpoint of before kept in" in said
-    saved = own_steps(stopped.states())
+    saved = saved_steps(stopped.states())
     assert saved[0] == 0 and saved[1] > 0 and bool(parameters(stopped.states()).isfinite().all())
     monkeypatch.setattr(Learner, "_share", share)
     assert stopped.resume(2, saved[1] + 200).ended_well()
@@ -788,7 +788,7 @@ def test_a_signal_to_one_rank_stops_all_and_a_resume_goes_on(kind: str, tmp_path
         ("stopped", SIGUSR1 if rank == 1 else SIGTERM) for rank in range(3)
     ]
     assert trained.segment["status"] == "stopped" and not trained.record["completed"]
-    made = sum(own_steps(trained.states()))
+    made = sum(saved_steps(trained.states()))
     assert made == trained.results[0].global_steps == trained.segment["global_steps"]
     resumed = trained.resume(3, made + 200)
     assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
@@ -811,7 +811,7 @@ def test_a_signal_before_the_first_update_stops_all_and_a_resume_goes_on(
     trained = train(3, configure(tmp_path, kind, ENDLESS))
     monkeypatch.setattr(start, moment, action)
     assert stopped_well(trained, but_for=[]) and trained.segment["saved"] and not trained.record["completed"]
-    made = sum(own_steps(trained.states()))
+    made = sum(saved_steps(trained.states()))
     resumed = trained.resume(3, made + 200)
     assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
 
@@ -823,8 +823,8 @@ def test_the_same_ranks_go_on_from_their_own_checkpoints(kind: str, tmp_path: Pa
     resumed = trained.resume(3, 3000)
     assert resumed.ended_well() and resumed.results[0].global_steps >= 3000
     begun = resumed.states(first=True)
-    assert parameters(begun).equal(parameters(before)) and own_steps(begun) == own_steps(before)
-    assert all(after > old for after, old in zip(own_steps(resumed.states()), own_steps(before), strict=True))
+    assert parameters(begun).equal(parameters(before)) and saved_steps(begun) == saved_steps(before)
+    assert all(after > old for after, old in zip(saved_steps(resumed.states()), saved_steps(before), strict=True))
     for old, new in zip(before, begun, strict=True):
         assert old.random_states["actions"].equal(new.random_states["actions"])
 
@@ -862,7 +862,7 @@ def test_other_ranks_go_on_from_the_runs_policy(
     expected = parameters(before)[0] if KINDS[kind].independent else parameters(before).mean(0)
     for state in resumed.states(first=True):
         torch.testing.assert_close(state.tensors["parameters"], expected)
-        assert (state.counters["own_steps"], state.counters["base_steps"]) == (0, made)
+        assert (state.counters["local_steps"], state.counters["base_steps"]) == (0, made)
 
 
 def test_environments_that_cannot_be_closed_cost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -1080,7 +1080,7 @@ def test_a_rank_that_cannot_save_at_a_stop_keeps_no_other_from_it(
     stopped = train(3, configure(tmp_path, kind, ENDLESS), on_count=on_count)
     assert isinstance(stopped.results[failing], SaveError)
     assert all(stopped.results[rank].status == "stopped" for rank in {0, 1, 2} - {failing})
-    saved = own_steps(stopped.states())
+    saved = saved_steps(stopped.states())
     assert [steps > 0 for steps in saved] == [rank != failing for rank in range(3)]
     disk_is_full.clear()
     assert stopped.resume(3, sum(saved) + 200).ended_well()
@@ -1106,7 +1106,7 @@ def test_a_model_that_mpi_cannot_send_is_told(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("kind", slow_but_for(["gossip", "none"], "none"))
 def test_a_run_of_many_models_goes_on_with_one(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     trained = train(2, configure(tmp_path, kind))
-    before, made = trained.states(), sum(own_steps(trained.states()))
+    before, made = trained.states(), sum(saved_steps(trained.states()))
     config = replace(trained.config, exchange=ExchangeConfig("allreduce"), total_steps=made + 300)
     resumed = train(2, config, resume=trained.run)
     assert resumed.ended_well() and made + 300 <= resumed.results[0].global_steps
@@ -1140,9 +1140,9 @@ def test_ranks_of_one_model_begin_alike_when_they_saved_at_unlike_times(tmp_path
     newest = trained.states()[0]
     segment = checkpoint.newest_segment(trained.run)
     checkpoint._rank_path(segment, 1, previous=True).replace(checkpoint._rank_path(segment, 1))
-    assert own_steps(trained.states())[1] == 0
+    assert saved_steps(trained.states())[1] == 0
     begun = trained.resume(3, 1200).states(first=True)
-    assert own_steps(begun) == [newest.counters["own_steps"]] * 3
+    assert saved_steps(begun) == [newest.counters["local_steps"]] * 3
     assert parameters(begun).equal(newest.tensors["parameters"].expand(3, -1))
     assert len({state.counters["time_s"] for state in begun}) == 1, "readers would drop what it did since its own"
 

@@ -29,8 +29,8 @@ from support.helpers import slow_among, slow_but_for
 from support.memory_jobs import (
     BATCH,
     configure,
-    own_steps,
     parameters,
+    saved_steps,
     train,
 )
 
@@ -51,7 +51,7 @@ def test_paired_training_completes_with_the_budget_met(compression: str, ranks: 
     trained = train(ranks, paired(tmp_path, 200 * ranks, compression=compression, max_staleness=2))
     assert trained.ended_well()
     states = trained.states()
-    made, asked = sum(own_steps(states)), trained.config.total_steps
+    made, asked = sum(saved_steps(states)), trained.config.total_steps
     assert asked <= made < asked + 10 * ranks * BATCH and trained.results[0].global_steps == made
     assert trained.total("models_mixed") > 3 * ranks
     assert trained.total("models_refused") == 0

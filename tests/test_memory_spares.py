@@ -35,8 +35,8 @@ from support.memory_jobs import (
     BATCH,
     NEEDING_ALL,
     leave_at,
-    own_steps,
     ranks_in,
+    saved_steps,
     slow_until_joined,
     stop_when,
     stopped_well,
@@ -50,11 +50,11 @@ def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
     assert job.ended_well(but_for=[3, 4]) and [result.status for result in job.results[3:]] == ["spared"] * 2
     assert job.segment["ranks"] == 3 and not {"lost_ranks", "joined_ranks"} & job.segment.keys()
     assert len(list(job.run.glob("metrics/*"))) == len(list(job.run.glob("checkpoints/*/rank-000?.safetensors"))) == 3
-    before = [own_steps(job.states(ranks=3)), job.segment["global_steps"]]
+    before = [saved_steps(job.states(ranks=3)), job.segment["global_steps"]]
     resumed = train(4, replace(job.config, total_steps=1000, run=replace(job.config.run, spares=1)), resume=job.run)
     assert resumed.ended_well(but_for=[3]) and before[1] == sum(before[0])
     # The same ranks train, so each goes on from its own checkpoint, however many spares there are.
-    assert all(now > then for now, then in zip(own_steps(resumed.states(ranks=3)), before[0], strict=True))
+    assert all(now > then for now, then in zip(saved_steps(resumed.states(ranks=3)), before[0], strict=True))
 
 
 @pytest.mark.parametrize("mixing", slow_but_for(["uniform", "push_sum", "paired"], "uniform"))
@@ -67,7 +67,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_dies(
     assert stopped_well(job, but_for=[dead]) and isinstance(job.results[dead], Killed)
     assert ranks_in(job, "lost_ranks") == [dead] and ranks_in(job, "joined_ranks") == [3]
     own, others = job.states()[3], [rank for rank in (0, 1, 2) if rank != dead]
-    assert own.counters["own_steps"] >= 20 * BATCH and own.counters["lost"] == [dead]
+    assert own.counters["local_steps"] >= 20 * BATCH and own.counters["lost"] == [dead]
     assert job.total("models_refused") == 0 and all(job.total("models_mixed", rank) > 0 for rank in (*others, 3))
     assert "rank 3, a spare, on" in (said := capsys.readouterr().err) and said.count("has joined; 3 train") == 1
     steps = job.segment["global_steps"] + 200

@@ -108,8 +108,8 @@ def test_a_healed_rank_forgets_how_it_came_here() -> None:
 
     run = Run(configured(4 * BATCH, momentum=0.75), exchange_class=Healing)
     run.go()
-    movement = run.a2c.tensors["movement"]
-    assert not movement.any()
+    mean_move = run.a2c.tensors["movement"]
+    assert not mean_move.any()
     run.a2c._momentum.push_()
     assert bool((run.flat.data == 100).all())
 
@@ -121,10 +121,10 @@ def test_a_healed_rank_forgets_how_it_came_here() -> None:
 )
 def test_trainings_complete_and_keep_it_in_their_checkpoints(kind: str, settings: dict, tmp_path: Path) -> None:
     states = train(3, with_momentum(configure(tmp_path, kind, 600, **settings))).states()
-    movements = [state.tensors["movement"] for state in states]
-    assert all(movement.any() and movement.isfinite().all() for movement in movements)
+    mean_moves = [state.tensors["movement"] for state in states]
+    assert all(mean_move.any() and mean_move.isfinite().all() for mean_move in mean_moves)
     if kind == "allreduce":
-        assert all(movement.equal(movements[0]) for movement in movements)
+        assert all(mean_move.equal(mean_moves[0]) for mean_move in mean_moves)
         assert all(state.tensors["parameters"].equal(states[0].tensors["parameters"]) for state in states)
 
 

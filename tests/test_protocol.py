@@ -425,7 +425,7 @@ def test_a_rank_that_leaves_tells_everybody_and_hears_of_the_end() -> None:
     update(p, steps=7)
     news = p.leave()
     assert told(news) == [(Kind.LEAVE, 1), (Kind.LEAVE, 2), (Kind.LEAVE, 3)] and p.has_left
-    assert all(int(action.message.local_steps[0]) == 7 for action in news)
+    assert all(int(action.message.steps_by_rank[0]) == 7 for action in news)
     assert model_came(p, 3) == [] and p.living == [1, 2, 3] and list(p.budget.present) == [0, 1, 2, 3]
     assert told(p.message_came(message(p, Kind.STOP, 1)._replace(stop=Stop.BUDGET))) == [(Kind.STOP, 1), (Kind.STOP, 2)]
 
@@ -434,7 +434,7 @@ def test_who_has_left_is_owed_nothing_and_counts_with_its_last_steps() -> None:
     p = protocol(size=3, max_staleness=0)
     update(p)  # to rank 1, which never gives the credit back
     steps = np.array([0, 9, 0], np.uint64)
-    assert p.message_came(message(p, Kind.LEAVE, 1)._replace(local_steps=steps)) == []
+    assert p.message_came(message(p, Kind.LEAVE, 1)._replace(steps_by_rank=steps)) == []
     assert p.living == [0, 2] and p.budget.left == {1} and p.budget.global_steps == 10
     assert sent_to(p.advance(2.1)) == (2,), "the ring has closed"
     p.peer_died(1)
@@ -458,7 +458,7 @@ def test_a_spare_asks_for_a_model_and_trains_with_the_first_that_comes() -> None
     assert list(p.living) == [0, 1, 2, 3] and not p.budget.is_needed
     p.peer_died(1)
     assert p.budget.is_needed
-    p.take_place(10.0)
+    p.join(10.0)
     assert told(p.advance(10.0)) == [(Kind.JOIN, 0), (Kind.JOIN, 2)] and p.living == [0, 2, 3, 4]
     assert told(p.advance(10.1)) == []
     assert told(p.advance(12.1)) == [(Kind.JOIN, 2), (Kind.JOIN, 3)], "others, in case that those are gone"
@@ -477,10 +477,10 @@ def test_who_takes_a_place_gets_a_whole_model_and_others_hear_of_it_by_its_steps
     (send,) = [action for action in update(p) if isinstance(action, SendModel) and 3 in action.peers]
     assert send.whole
     q = protocol(size=4, spares=1)
-    q.message_came(message(q, Kind.CREDIT, 1)._replace(local_steps=np.array([0, 0, 0, 1], np.uint64)))
+    q.message_came(message(q, Kind.CREDIT, 1)._replace(steps_by_rank=np.array([0, 0, 0, 1], np.uint64)))
     assert q.living == [0, 1, 2, 3]
     q.peer_died(3)
-    q.message_came(message(q, Kind.CREDIT, 1)._replace(local_steps=np.array([0, 0, 0, 2], np.uint64)))
+    q.message_came(message(q, Kind.CREDIT, 1)._replace(steps_by_rank=np.array([0, 0, 0, 2], np.uint64)))
     assert q.living == [0, 1, 2] and q.budget.lost == [3]
 
 
@@ -538,12 +538,12 @@ def test_after_the_end_no_credit_goes_back_for_what_is_thrown_away() -> None:
 
 
 def test_news_is_merged_by_maximum_and_a_resumed_run_counts_on() -> None:
-    p = protocol(size=3, base_steps=100, local_steps=[1, 2, 3], round_=5, weight=0.5, mixing="push_sum",
+    p = protocol(size=3, base_steps=100, steps_by_rank=[1, 2, 3], round_=5, weight=0.5, mixing="push_sum",
                  budget_steps=125)  # fmt: skip
     budget = p.budget
     assert budget.global_steps == 106 and p.round == 5 and p.weight == 0.5
     budget.merge(np.array([0, 9, 2], np.uint64), Stop.NONE)
-    assert budget.local_steps.tolist() == [1, 9, 3]
+    assert budget.steps_by_rank.tolist() == [1, 9, 3]
     budget.merge(np.array([0, 0, 12], np.uint64), Stop.NONE)
     assert budget.stop is Stop.NONE and budget.global_steps == 122
     p.update_finished(0.0, 3)
@@ -552,7 +552,7 @@ def test_news_is_merged_by_maximum_and_a_resumed_run_counts_on() -> None:
     stopped.budget.merge(np.zeros(3, np.uint64), Stop.SIGNAL)
     stopped.end(Stop.BUDGET)
     assert stopped.budget.stop is Stop.SIGNAL, "the first reason stays"
-    assert protocol(budget_steps=6, local_steps=[1, 2, 3]).budget.stop is Stop.BUDGET
+    assert protocol(budget_steps=6, steps_by_rank=[1, 2, 3]).budget.stop is Stop.BUDGET
 
 
 def test_a_message_on_its_way_keeps_the_steps_that_it_was_sent_with() -> None:
@@ -560,7 +560,7 @@ def test_a_message_on_its_way_keeps_the_steps_that_it_was_sent_with() -> None:
     (send, _) = update(p, steps=5)
     assert isinstance(send, SendModel)
     update(p, steps=5)
-    assert send.message.local_steps.tolist() == [5, 0, 0] and p.budget.local_steps.tolist() == [10, 0, 0]
+    assert send.message.steps_by_rank.tolist() == [5, 0, 0] and p.budget.steps_by_rank.tolist() == [10, 0, 0]
 
 
 def test_a_wrong_mix_is_found_in_lockstep() -> None:

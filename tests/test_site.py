@@ -36,8 +36,8 @@ def test_every_metric_is_told_with_its_unit_and_scope() -> None:
     page = mkdocs_hooks.metrics()
     for metric in METRICS:
         assert f"| `{metric.name}` | {metric.record} | " in page
-    assert "| `global_steps` | every | both | all ranks | steps |" in page
-    assert len({(m.name, m.algorithm) for m in METRICS}) == len(METRICS)
+    assert "| `global_steps` | every | all | all ranks | steps |" in page
+    assert len({(m.name, m.algorithms) for m in METRICS}) == len(METRICS)
 
 
 def test_the_tables_of_the_metrics_page_are_those_of_the_code() -> None:

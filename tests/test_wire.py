@@ -80,7 +80,7 @@ def test_what_is_encoded_is_decoded(kind, sender, round_, weight, stop, steps) -
     received = wire().decode(encoded(sent))
     assert isinstance(received, Message)
     assert received[:5] == sent[:5]
-    assert received.local_steps.dtype == np.uint64 and received.local_steps.tolist() == steps
+    assert received.steps_by_rank.dtype == np.uint64 and received.steps_by_rank.tolist() == steps
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 7, 8, 9, 100])
@@ -89,8 +89,8 @@ def test_counters_of_any_number_of_ranks_fit_before_the_parameters(ranks: int) -
     assert of.control_bytes % 64 == 0 and 64 + 8 * ranks <= of.control_bytes < 64 + 8 * ranks + 64
     buffer = send_buffer(of)
     steps = np.arange(ranks, dtype=np.uint64) + np.uint64(2**47)
-    buffer.fill(message(sender=0, local_steps=steps), torch.tensor([1.5]))
-    assert of.decode(buffer.data).local_steps.tolist() == steps.tolist()
+    buffer.fill(message(sender=0, steps_by_rank=steps), torch.tensor([1.5]))
+    assert of.decode(buffer.data).steps_by_rank.tolist() == steps.tolist()
     assert buffer.data[-4:].view(np.float32)[0] == 1.5
 
 
@@ -142,7 +142,7 @@ def test_impossible_counters_are_refused(steps: int) -> None:
     """One flipped bit must not end training for all, nor the sum over ranks wrap around."""
     counters = np.zeros(RANKS, np.uint64)
     counters[2] = steps
-    refusal = wire().decode(encoded(message(local_steps=counters)))
+    refusal = wire().decode(encoded(message(steps_by_rank=counters)))
     assert isinstance(refusal, Refusal) and f"a rank made {steps} steps" in refusal.reason
 
 
@@ -187,7 +187,7 @@ def test_any_damage_to_a_message_gives_a_message_or_a_refusal() -> None:
         decoded = wire().decode(data)
         outcomes[type(decoded)] += 1
         if isinstance(decoded, Message):
-            assert decoded.sender < RANKS and decoded.local_steps.shape == (RANKS,) and 0 < decoded.weight < RANKS + 1
+            assert decoded.sender < RANKS and decoded.steps_by_rank.shape == (RANKS,) and 0 < decoded.weight < RANKS + 1
         else:
             assert decoded.reason
     assert outcomes[Message] > 500 and outcomes[Refusal] > 500
@@ -312,22 +312,22 @@ def payload(buffer: SendBuffer) -> np.ndarray:
 def test_a_snapshot_is_a_copy() -> None:
     parameters, steps = torch.arange(PARAMETERS, dtype=torch.float32), np.zeros(RANKS, np.uint64)
     first, second = send_buffer(), send_buffer()
-    first.fill(message(local_steps=steps), parameters)
+    first.fill(message(steps_by_rank=steps), parameters)
     parameters += 1
     steps += np.uint64(1)
-    second.fill(message(local_steps=steps), parameters)
+    second.fill(message(steps_by_rank=steps), parameters)
     assert first.ready() and second.ready()
     np.testing.assert_array_equal(payload(first), np.arange(PARAMETERS))
     np.testing.assert_array_equal(payload(second), np.arange(PARAMETERS) + 1)
-    assert wire().decode(first.data).local_steps.sum() == 0
-    assert wire().decode(second.data).local_steps.sum() == RANKS
+    assert wire().decode(first.data).steps_by_rank.sum() == 0
+    assert wire().decode(second.data).steps_by_rank.sum() == RANKS
 
 
 def test_a_decoded_message_does_not_hang_on_the_receive_buffer() -> None:
     data = encoded(message()).copy()
     decoded = wire().decode(data)
     data[:] = 255
-    assert decoded.local_steps.tolist() == list(range(RANKS))
+    assert decoded.steps_by_rank.tolist() == list(range(RANKS))
 
 
 @cuda

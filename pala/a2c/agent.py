@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pala.a2c.averaging import average_of, check_actor_critic
 from pala.a2c.learner import Learner
-from pala.a2c.update import A2C
+from pala.a2c.update import A2C, Kept
 from pala.comm.agreement import collectively, from_first, sum_on_host
 from pala.comm.base import Communicator
 from pala.config import Config
@@ -31,14 +31,22 @@ from pala.system.seeding import torch_weights
 
 if TYPE_CHECKING:
     from pala.exchange.gossip.sleeping import SleepingGossip
+    from pala.networks.distributions import Distribution
     from pala.networks.own import MakeNetwork
+    from pala.networks.tape import Tape
 
 
 @dataclass
 class A2CAgent(Agent[ModelExchange]):
-    """An actor-learner with a model of its own."""
+    """An actor-learner with a model of its own. An algorithm of another update or loop makes a subclass, which differs
+    in `make_update` or `make_loop`."""
 
     a2c: A2C
+
+    @staticmethod
+    def make_update(distribution: Distribution, tape: Tape, flat: FlatParameters, config: Config) -> A2C:
+        """Make what computes a gradient and steps along it."""
+        return A2C(distribution, tape, flat, config.a2c)
 
     @property
     def coupling(self) -> int:
@@ -59,18 +67,18 @@ class A2CAgent(Agent[ModelExchange]):
             counters = own.counters
             if self.config.exchange_kind.averages_gradients:
                 counters = self._begin_alike(comm, counters)
-        self.a2c.warms_up_from = counters["warms_up_from"]
+        self.a2c.kept = Kept(**{name: counters[name] for name in asdict(self.a2c.kept)})
         return counters
 
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self.a2c.tensors, {"warms_up_from": self.a2c.warms_up_from}
+        return self.a2c.tensors, asdict(self.a2c.kept)
 
     def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> ModelExchange:
         return make_exchange(
             comm, self.flat.data, self.flat.signature, self.config, self.start, interrupt, self.flat.num_moments
         )
 
-    def take_place(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
+    def wake_exchange(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
         flat = self.flat
         exchange = GossipExchange(
             comm,
@@ -84,7 +92,7 @@ class A2CAgent(Agent[ModelExchange]):
             num_exact=flat.num_moments,
             slept=sleeping,
         )
-        return exchange if exchange.take_place() else None
+        return exchange if exchange.join() else None
 
     def make_loop(self, exchange: ModelExchange, interrupt: Interrupt) -> Learner:
         return Learner(self, exchange, interrupt)
@@ -122,9 +130,9 @@ class A2CAgent(Agent[ModelExchange]):
         return counters | {
             "updates": newest["updates"],
             "applied": newest["applied"],
-            "own_steps": newest["local_steps"][comm.rank],
+            "local_steps": newest["steps_by_rank"][comm.rank],
             "time_s": newest["time_s"],
-            "warms_up_from": newest["warms_up_from"],
+            **{name: newest[name] for name in asdict(self.a2c.kept)},
         }
 
 
@@ -134,6 +142,7 @@ def build(
     envs: Envs,
     make_network: MakeNetwork | None = None,
     sleeping: SleepingGossip | None = None,
+    agent_class: type[A2CAgent] = A2CAgent,
 ) -> A2CAgent:
     """Build network, tape and optimiser, with the seed's first weights. `sleeping`: the sleeping gossip of a spare that
     is needed; it is then alone in `comm`. Collective."""
@@ -141,7 +150,7 @@ def build(
     device, config = device_and_precision(comm, config, envs)
     _check_memory(comm, config, envs, device)
     rank = comm.rank if sleeping is None else sleeping.rank
-    return collectively(comm, lambda: make_agent(rank, config, envs, device, make_network))
+    return collectively(comm, lambda: make_agent(rank, config, envs, device, make_network, agent_class))
 
 
 def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.device) -> None:
@@ -164,7 +173,12 @@ def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.
 
 
 def make_agent(
-    rank: int, config: Config, envs: Envs, device: torch.device, make_network: MakeNetwork | None = None
+    rank: int,
+    config: Config,
+    envs: Envs,
+    device: torch.device,
+    make_network: MakeNetwork | None = None,
+    agent_class: type[A2CAgent] = A2CAgent,
 ) -> A2CAgent:
     """Build one rank's agent, as `build` does. Not collective. Raises PalaError."""
     with torch_weights(config.seed):
@@ -173,5 +187,5 @@ def make_agent(
     check_size(config.exchange, flat.data, flat.num_moments)
     observations = blank_observations(envs.observation_space, envs.num_envs, device)
     tape = make_tape(network, config.network, config.a2c.rollout_steps, observations)
-    a2c = A2C(network.distribution, tape, flat, config.a2c)
-    return A2CAgent(rank, config, envs, device, network, flat, a2c)
+    a2c = agent_class.make_update(network.distribution, tape, flat, config)
+    return agent_class(rank, config, envs, device, network, flat, a2c)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pala.a2c.update import Kept
 from pala.run.checkpoint import OF_ANOTHER_ALGORITHM, RankState, joint_counters, load_all, load_rank
 from pala.system.errors import PalaError
 
-_CONTENTS = (
-    {"parameters", "mean_square"},  # of the whole network; RMSprop's mean squares
-    {"parameters", "mean_square", "movement"},  # and quasi-global momentum's mean movement
-)
+_NEEDED = {"parameters", "mean_square"}  # of the whole network; RMSprop's mean squares
 
 
 def average_of(segment: Path, signature: int, parameters: int, first_only: bool = False) -> tuple[RankState, int]:
@@ -24,8 +22,8 @@ def average_of(segment: Path, signature: int, parameters: int, first_only: bool 
     def load(state: RankState) -> RankState:
         read = load_rank(segment, state.rank, signature, state.ranks, parameters)  # a live job may have saved since
         check_actor_critic(read, parameters)
-        both = zip(state.counters["local_steps"], read.counters["local_steps"], strict=True)
-        return replace(read, counters=read.counters | {"local_steps": [max(steps) for steps in both]})
+        both = zip(state.counters["steps_by_rank"], read.counters["steps_by_rank"], strict=True)
+        return replace(read, counters=read.counters | {"steps_by_rank": [max(steps) for steps in both]})
 
     states = load_all(segment, signature, parameters, whole=False)
     return average(states, load, first_only), len(states)
@@ -36,7 +34,7 @@ def average(
 ) -> RankState:
     """Make one state from many, for another number of ranks. `load`: gives a state its tensors.
 
-    Kept: parameters, RMSprop's mean squares and momentum's movement, averaged with the push-sum weights; all
+    Kept: parameters, RMSprop's mean squares and momentum's mean move, averaged with the push-sum weights; all
     steps made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random
     streams. A rank whose parameters are not finite, or that made no update beside others that did, is left out; raises
     PalaError if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means
@@ -73,7 +71,8 @@ def average(
 def check_actor_critic(state: RankState, parameters: int | None = None) -> None:
     """Raise PalaError for the checkpoint of another algorithm, or of a network of another size. `parameters`: of this
     run's network, if it is known."""
-    if set(state.tensors) not in _CONTENTS or type(state.counters.get("warms_up_from")) is not int:
+    kept = all(type(state.counters.get(number.name)) is type(number.default) for number in fields(Kept))
+    if not (kept and state.tensors.keys() >= _NEEDED):
         raise PalaError(OF_ANOTHER_ALGORITHM)
     if parameters is not None and any(len(tensor) != parameters for tensor in state.tensors.values()):
         raise PalaError("The checkpoints hold other tensors than this run's network has.")

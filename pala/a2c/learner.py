@@ -87,8 +87,8 @@ class Learner(Loop):
         with self._watch.section("update"):
             result = self._a2c.step(loss, self._learning_rate(), self._learners)
         self.counters.updates += 1
-        if not result.applied and self._a2c.warms_up_from == self.counters.updates - 1:
-            self._a2c.warms_up_from += 1  # the mean squares are 0 still
+        if not result.applied and self._a2c.kept.warms_up_from == self.counters.updates - 1:
+            self._a2c.kept.warms_up_from += 1  # the mean squares are 0 still
         self.counters.local_steps += self._config.steps_per_update
         self._count(result)
         return result
@@ -192,7 +192,7 @@ class Learner(Loop):
             factor = learning_rate_factor(config.exchange, max(1, len(self._exchange.living)))  # 0: all are leaving
             rate *= min(factor, config.a2c.learning_rate_most_scaling)
         if warmup := config.a2c.learning_rate_warmup_updates:
-            rate *= min(1.0, (self.counters.updates - self._a2c.warms_up_from + 1) / warmup)
+            rate *= min(1.0, (self.counters.updates - self._a2c.kept.warms_up_from + 1) / warmup)
         if config.a2c.learning_rate_decay == "linear":
             rate *= max(0.0, 1 - self._exchange.global_steps / config.total_steps)
         return rate

@@ -17,27 +17,27 @@ from pala.system.blocks import in_blocks
 class Momentum:
     """Momentum of one rank's flat parameters. Costs two vectors of memory and no message."""
 
-    def __init__(self, parameters: Tensor, momentum: float, smoothing: float, movement: Tensor | None = None) -> None:
+    def __init__(self, parameters: Tensor, momentum: float, smoothing: float, mean_move: Tensor | None = None) -> None:
         """`momentum`: the mean of the ranks' models goes 1 / (1 - momentum) times as far as by the own steps alone;
-        `smoothing`: decay of the running mean an update; `movement`: the memory of that mean."""
+        `smoothing`: decay of the running mean an update; `mean_move`: the memory of that mean."""
         self._momentum, self._smoothing = momentum, smoothing
-        self.movement = torch.zeros_like(parameters) if movement is None else movement  # the running mean, an update
+        self.mean_move = torch.zeros_like(parameters) if mean_move is None else mean_move  # the running mean, an update
         before = torch.empty_like(parameters)  # the parameters at the last call
         self._has_before = False
-        self._blocks = [*in_blocks(parameters, self.movement, before)]
+        self._blocks = [*in_blocks(parameters, self.mean_move, before)]
 
     def push_(self) -> None:
         """Move the parameters by the momentum. Once an update, before or after the own step, not between the
         exchange's moves."""
-        for parameters, movement, before in self._blocks:
+        for parameters, mean_move, before in self._blocks:
             if self._has_before:
                 torch.sub(parameters, before, out=before)
-                movement.mul_(self._smoothing).add_(before, alpha=1 - self._smoothing)
+                mean_move.mul_(self._smoothing).add_(before, alpha=1 - self._smoothing)
             before.copy_(parameters)
-            parameters.add_(movement, alpha=self._momentum)
+            parameters.add_(mean_move, alpha=self._momentum)
         self._has_before = True
 
     def restart(self) -> None:
         """Forget how the model came here: it is another one."""
-        self.movement.zero_()
+        self.mean_move.zero_()
         self._has_before = False

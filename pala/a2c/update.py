@@ -106,6 +106,14 @@ class UpdateResult(NamedTuple):
     applied: bool
 
 
+@dataclass
+class Kept:
+    """The numbers that a rank's checkpoints keep beside its tensors."""
+
+    warms_up_from: int = 0
+    """The update after which the mean squares were 0."""
+
+
 class A2C:
     """The optimiser's state and one update of a network's flat parameters: its gradient, then a step along it."""
 
@@ -120,15 +128,15 @@ class A2C:
 
             self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
-        self.warms_up_from = 0  # the update after which the mean squares were 0
+        self.kept = Kept()
         self._usual_square: float | None = None  # of the gradient's norm; a resumed run begins anew
         self._num_norms = 0  # in that
         self._momentum: Momentum | None = None
         if config.momentum:
             from pala.a2c.momentum import Momentum
 
-            self._movement = torch.zeros_like(flat.data)
-            mean = self._movement[: flat.num_learned]
+            self._mean_move = torch.zeros_like(flat.data)
+            mean = self._mean_move[: flat.num_learned]
             self._momentum = Momentum(self.learned, config.momentum, config.momentum_smoothing, mean)
 
     @property
@@ -136,7 +144,7 @@ class A2C:
         """Tensors that a checkpoint keeps, by their names there."""
         state = {"parameters": self.flat.data, "mean_square": self.mean_square}
         if self._momentum is not None:
-            state["movement"] = self._movement
+            state["movement"] = self._mean_move
         return state
 
     @property
@@ -148,7 +156,7 @@ class A2C:
         """Set the mean squares to zero, and warm up from update `updates` on: those of parameters that were not finite
         are not finite either."""
         self.mean_square.zero_()
-        self.warms_up_from = updates
+        self.kept.warms_up_from = updates
         self._usual_square, self._num_norms = None, 0
 
     def restart_momentum(self) -> None:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pala.config.schema import ExchangeConfig
 
+ACTOR_CRITIC = ("a2c",)
+"""Algorithms that play rollouts and exchange models: they read the sections `a2c` and `exchange`."""
+
 _WHOLE_MODELS: Mapping[str, tuple[str, ...]] = {"mixing": ("uniform",), "compression": ("none",)}
 
 
@@ -89,6 +92,8 @@ class MixingRule:
     """The weights belong to whole models: no codec may send parts."""
     by_pairs: bool = False
     """Ranks exchange two at a time: not with a topology that sends to several, but several times an update if asked."""
+    protocol: str = "pala.exchange.gossip.one_way:OneWay"
+    """Module and class of the `GossipProtocol` by which its models travel; loaded where a run mixes by this rule."""
 
     def share(self, own: float, copies: int) -> float:
         """Return what a model of weight `own`, and each of `copies` copies of it that leave now, weigh from then on."""
@@ -104,7 +109,11 @@ class MixingRule:
         return own + carried if self.of_whole_models else own
 
 
-_RULES = (MixingRule("uniform"), MixingRule("push_sum", of_whole_models=True), MixingRule("paired", by_pairs=True))
+_RULES = (
+    MixingRule("uniform"),
+    MixingRule("push_sum", of_whole_models=True),
+    MixingRule("paired", by_pairs=True, protocol="pala.exchange.gossip.paired:Paired"),
+)
 RULES: Mapping[str, MixingRule] = {rule.name: rule for rule in _RULES}
 
 

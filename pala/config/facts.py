@@ -25,8 +25,8 @@ class Facts:
     """Lowest and highest value; in a list, of each item. Every number has them."""
 
     # Who reads it: everybody, unless one of these says otherwise.
-    algorithm: Literal["", "a2c", "gorila"] = ""
-    """The only algorithm that reads it."""
+    algorithms: tuple[str, ...] | None = None
+    """Algorithms that read it; None: all."""
     kinds: tuple[str, ...] | None = None
     """Kinds of exchange that read it; None: all."""
     games: Literal["all", "atari", "others"] = "all"
@@ -39,6 +39,8 @@ class Facts:
     # What it decides.
     decides: Literal["learning", "speed", "nothing"] = "learning"
     """`learning`: how a run learns, and how fast. `speed`: how fast alone. `nothing`: only what is shown and kept."""
+    follows_budget: tuple[Any, ...] = ()
+    """Values of it that change over the budget: runs of unlike budgets then differ from their first update on."""
     changes: Literal["game", "view", "nothing"] = "game"
     """Effect on environments. `game`: what is played. `view`: what a learner sees of it, but no reported return.
     `nothing`: neither, so that what was seen before the change still holds."""

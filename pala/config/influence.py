@@ -28,7 +28,7 @@ def _has_reader(facts: Facts, values: dict[str, Any]) -> bool:
     """Return whether a run's algorithm, kind of exchange and network read a setting. `values`: settings by dotted
     keys."""
     return (
-        facts.algorithm in ("", values["algorithm"])
+        (facts.algorithms is None or values["algorithm"] in facts.algorithms)
         and (facts.kinds is None or values["exchange.kind"] in facts.kinds)
         and (facts.own_network or not values.get("network.custom"))
     )
@@ -52,11 +52,18 @@ def unused_overrides(config: Config, before: Config, own_env: bool = False, own_
     return [key for key, facts in facts_of(Config).items() if now[key] != then[key] and not is_read(facts)]
 
 
+def follows_budget(config: Config) -> bool:
+    """Return whether a setting that the run reads changes over the budget."""
+    values = flatten(to_table(config))
+    known = facts_of(Config).items()
+    return any(values[key] in facts.follows_budget and _has_reader(facts, values) for key, facts in known)
+
+
 def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     """Return the settings that decide how a run learns and differ, dotted key -> (found, wanted). The seed is left out,
     and so is the budget unless a setting follows it. A precision of `auto` wants any: the machine decides."""
-    follows_budget = any(c.algorithm == "a2c" and c.a2c.follows_budget for c in (found, wanted))
-    without: tuple[str, ...] = ("seed",) if follows_budget else ("seed", "total_steps")
+    is_of_budget = follows_budget(found) or follows_budget(wanted)
+    without: tuple[str, ...] = ("seed",) if is_of_budget else ("seed", "total_steps")
     known = facts_of(Config)
     if found.network.custom or wanted.network.custom:  # what one of them does not read tells nothing
         without += tuple(key for key, facts in known.items() if not facts.own_network)

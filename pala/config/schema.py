@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pala.config.catalogue import GORILA, ExchangeKind, kind_of
+from pala.config.catalogue import ACTOR_CRITIC, GORILA, ExchangeKind, kind_of
 from pala.config.facts import section, setting
 
 
@@ -120,7 +120,7 @@ class A2CConfig:
     """Lambda of generalised advantage estimation (arXiv 1506.02438). 1 gives plain n-step returns [GALA]."""
     learning_rate: float = setting(7e-4, between=(0, 1e6))
     """Step size of RMSprop [GALA: 7e-4]."""
-    learning_rate_decay: Literal["none", "linear"] = "none"
+    learning_rate_decay: Literal["none", "linear"] = setting("none", follows_budget=("linear",))
     """`linear`: falls to 0 at the end of the budget of global steps [GALA: none]."""
     learning_rate_warmup_updates: int = setting(0, between=(0, 1e9))
     """A rank's first updates, over which the rate rises in equal steps. RMSprop's mean squares begin at 0, so that
@@ -157,11 +157,6 @@ class A2CConfig:
     """Clipping by ranks that mix models (gossip, `shared_memory`). `own`: each clips its own gradient [GALA]. `mean`:
     clip as `allreduce` would clip the ranks' mean, taking the other gradients' norms as usual. Ours
     (docs/architecture.md)."""
-
-    @property
-    def follows_budget(self) -> bool:
-        """True if a setting changes over the budget: runs of unlike budgets then differ from their first update on."""
-        return self.learning_rate_decay == "linear"
 
 
 TopologyName = Literal["auto", "random", "ring", "exponential", "complete"]
@@ -322,7 +317,7 @@ class EvaluationConfig:
     """Other than Atari: steps after which an episode is cut, for environments without an end. Ours."""
     greedy: bool = False
     """The most probable action instead of a sampled one [PALA and GALA sample]; Gorila: never a random one."""
-    epsilon: float = setting(0.05, between=(0, 1), evaluation_may_differ=True, algorithm="gorila")
+    epsilon: float = setting(0.05, between=(0, 1), evaluation_may_differ=True, algorithms=("gorila",))
     """Gorila: probability of a random action instead of the best, unless `greedy` [DQN, Gorila: 0.05]."""
     timeout_s: float = setting(14400.0, between=(1, 1e6))
     """Seconds after which the evaluation at the end of training is given up; the run is complete all the same."""
@@ -346,15 +341,15 @@ class Config:
     """All random streams derive from (seed, rank, purpose)."""
     env: EnvConfig = section(EnvConfig)
     network: NetworkConfig = section(NetworkConfig)
-    a2c: A2CConfig = section(A2CConfig, algorithm="a2c")
-    exchange: ExchangeConfig = section(ExchangeConfig, algorithm="a2c")
-    gorila: GorilaConfig = section(GorilaConfig, algorithm="gorila")
+    a2c: A2CConfig = section(A2CConfig, algorithms=ACTOR_CRITIC)
+    exchange: ExchangeConfig = section(ExchangeConfig, algorithms=ACTOR_CRITIC)
+    gorila: GorilaConfig = section(GorilaConfig, algorithms=("gorila",))
     run: RunConfig = section(RunConfig, decides="nothing")
     evaluation: EvaluationConfig = section(EvaluationConfig, decides="nothing")
 
     @property
     def steps_per_update(self) -> int:
-        """Environment steps of one rank of A2C between two updates."""
+        """Environment steps of one rank of an actor-critic between two updates."""
         return self.env.num_envs * self.a2c.rollout_steps
 
     @property

@@ -39,7 +39,7 @@ class AllReduce(ModelExchange):
         self._gradient, self._words = self._buffer.split((parameters.numel(), 2 + comm.size))
         self._ends, self._signals, self._not_finite = self._words.split((1, 1, comm.size))
         self.message_bytes = self._buffer.nbytes
-        self._local_steps, self._base_steps = np.array(start.local_steps, np.uint64), start.base_steps
+        self._steps_by_rank, self._base_steps = np.array(start.steps_by_rank, np.uint64), start.base_steps
         self._budget_steps = budget_steps
         self._stop, self._all_know = Stop.NONE, False
         self._deaths = comm.deaths()
@@ -47,7 +47,7 @@ class AllReduce(ModelExchange):
 
     @property
     def global_steps(self) -> int:
-        return self._base_steps + int(self._local_steps.sum())
+        return self._base_steps + int(self._steps_by_rank.sum())
 
     @property
     def living(self) -> range:
@@ -79,7 +79,7 @@ class AllReduce(ModelExchange):
         return True
 
     def after_update(self, steps: int, healthy: bool) -> bool:
-        self._local_steps += np.uint64(steps)
+        self._steps_by_rank += np.uint64(steps)
         self._check_budget()
         return healthy
 
@@ -87,7 +87,7 @@ class AllReduce(ModelExchange):
         if self._stop is not Stop.BUDGET and not self._all_know:
             self._buffer.zero_()
             self._reduce(timeout_s)  # the others are in theirs, or will be
-        return agree_on_end(self._comm, self._stop, self._local_steps, timeout_s, self._interrupt).stop
+        return agree_on_end(self._comm, self._stop, self._steps_by_rank, timeout_s, self._interrupt).stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
         """Return the parameters of rank 0. That all ranks have the same is checked, and a difference is reported."""
@@ -99,7 +99,7 @@ class AllReduce(ModelExchange):
         return final
 
     def state(self) -> ExchangeState:
-        return ExchangeState(self._local_steps.tolist(), self._base_steps)
+        return ExchangeState(self._steps_by_rank.tolist(), self._base_steps)
 
     def _reduce(self, timeout_s: float | None) -> None:
         """Sum the buffer over all ranks. The barrier before is waited for asleep: a reduction would spin a core.

@@ -22,7 +22,7 @@ class End(NamedTuple):
     """The agreement of all living ranks at the end."""
 
     stop: Stop
-    local_steps: np.ndarray  # uint64 [ranks]; of the dead, as far as anybody knows
+    steps_by_rank: np.ndarray  # uint64 [ranks]; of the dead, as far as anybody knows
     living: Sequence[int]
     stayed: Sequence[int]  # of them, who trained to the end; all if nobody did
 
@@ -30,22 +30,22 @@ class End(NamedTuple):
 def agree_on_end(
     comm: Communicator,
     stop: Stop,
-    local_steps: np.ndarray,
+    steps_by_rank: np.ndarray,
     timeout_s: float | None,
     interrupt: Interrupt,
     has_left: bool = False,
 ) -> End:
     """Return why training ends (the highest reason of any rank), every rank's steps, and the living ranks. Collective.
 
-    `local_steps`: uint64 [ranks], as far as known here; `has_left`: this rank trained no more, while others did.
+    `steps_by_rank`: uint64 [ranks], as far as known here; `has_left`: this rank trained no more, while others did.
     """
 
     def agree(survivors: Survivors) -> End:
         left = np.zeros(comm.size, np.uint64)
         left[comm.rank] = has_left
-        table = np.array([stop, *local_steps, *left], np.uint64)
+        table = np.array([stop, *steps_by_rank, *left], np.uint64)
         survivors.reduce(table, "max")
-        steps, left = np.split(table[1:], [len(local_steps)])
+        steps, left = np.split(table[1:], [len(steps_by_rank)])
         stayed = [rank for rank in survivors.members if not left[rank]]
         return End(Stop(int(table[0])), steps, survivors.members, stayed or survivors.members)
 

@@ -45,7 +45,7 @@ class StepBudget:
     budget_steps: int
     base_steps: int
     """Steps made by an earlier run with other ranks."""
-    local_steps: np.ndarray
+    steps_by_rank: np.ndarray
     """Steps of every rank, uint64 [size]. The array is replaced, never changed, as messages on their way hold it."""
     sum_steps: int
     stop: Stop
@@ -65,18 +65,18 @@ class StepBudget:
         rank: int,
         size: int,
         budget_steps: int,
-        local_steps: Iterable[int] | None = None,
+        steps_by_rank: Iterable[int] | None = None,
         base_steps: int = 0,
         spares: int = 0,
     ) -> None:
-        """`local_steps`: steps of every rank at the start; the last `spares` ranks sleep until one of those before is
+        """`steps_by_rank`: steps of every rank at the start; the last `spares` ranks sleep until one of those before is
         gone."""
         self.rank, self.size = rank, size
         self.num_places = size - spares
         self.budget_steps = budget_steps
         self.base_steps = base_steps
-        self.local_steps = np.array(np.zeros(size) if local_steps is None else list(local_steps), np.uint64)
-        self.sum_steps = int(self.local_steps.sum())
+        self.steps_by_rank = np.array(np.zeros(size) if steps_by_rank is None else list(steps_by_rank), np.uint64)
+        self.sum_steps = int(self.steps_by_rank.sum())
         self.stop = Stop.NONE
         # Lists only once a rank is gone: 10,000 lists of 10,000 ranks would take 4 GB.
         self.present = range(size)
@@ -93,16 +93,16 @@ class StepBudget:
 
     def add_steps(self, steps: int) -> None:
         """Count `steps` steps of this rank."""
-        self.local_steps = self.local_steps.copy()
-        self.local_steps[self.rank] += np.uint64(steps)
+        self.steps_by_rank = self.steps_by_rank.copy()
+        self.steps_by_rank[self.rank] += np.uint64(steps)
         self.sum_steps += steps
         self._check_budget()
 
-    def merge(self, local_steps: np.ndarray, stop: Stop) -> None:
+    def merge(self, steps_by_rank: np.ndarray, stop: Stop) -> None:
         """Take over what a message says: the maximum of each rank's steps, uint64 [size], and the end."""
-        self.local_steps = np.maximum(self.local_steps, local_steps)
-        self.sum_steps = int(np.add.reduce(self.local_steps))
-        for rank in [rank for rank in self.asleep if self.local_steps[rank] > 0]:
+        self.steps_by_rank = np.maximum(self.steps_by_rank, steps_by_rank)
+        self.sum_steps = int(np.add.reduce(self.steps_by_rank))
+        for rank in [rank for rank in self.asleep if self.steps_by_rank[rank] > 0]:
             self.rank_joined(rank)
         self.stop_now(stop)
         self._check_budget()
@@ -131,12 +131,12 @@ class StepBudget:
     def lost(self) -> list[int]:
         """Other ranks that have trained and train no more."""
         training = {self.rank, *self.living}
-        return [r for r in range(self.size) if r not in training and (r < self.num_places or self.local_steps[r] > 0)]
+        return [r for r in range(self.size) if r not in training and (r < self.num_places or self.steps_by_rank[r] > 0)]
 
     @property
     def joining(self) -> list[int]:
         """Spares that train from now on, and of which no step is known."""
-        return [r for r in self.living if r >= self.num_places and not self.local_steps[r]]
+        return [r for r in self.living if r >= self.num_places and not self.steps_by_rank[r]]
 
     def rank_joined(self, rank: int) -> None:
         """Count `rank`, a spare, among those that train."""
@@ -175,7 +175,7 @@ class StepBudget:
 class ExchangeState(NamedTuple):
     """The part of an exchange that a checkpoint keeps."""
 
-    local_steps: list[int]  # of every rank, as far as known
+    steps_by_rank: list[int]  # of every rank, as far as known
     base_steps: int = 0  # steps made before the run's number of ranks changed
     round: int = 0
     weight: float = 1.0
@@ -184,7 +184,7 @@ class ExchangeState(NamedTuple):
     @property
     def global_steps(self) -> int:
         """Steps of all ranks, as far as known."""
-        return self.base_steps + sum(self.local_steps)
+        return self.base_steps + sum(self.steps_by_rank)
 
 
 class StartState(NamedTuple):
@@ -197,7 +197,7 @@ class StartState(NamedTuple):
 
 def budget_of(comm: Communicator, start: ExchangeState, total_steps: int, spares: int = 0) -> StepBudget:
     """Return what a rank of a job knows when it begins, or begins to sleep."""
-    return StepBudget(comm.rank, comm.size, total_steps, start.local_steps, start.base_steps, spares)
+    return StepBudget(comm.rank, comm.size, total_steps, start.steps_by_rank, start.base_steps, spares)
 
 
 def broadcast_peers(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:

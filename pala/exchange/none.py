@@ -27,7 +27,7 @@ class NoExchange(ModelExchange):
         self._interrupt = interrupt
         self._final_steps: np.ndarray | None = None
         self._deaths = comm.deaths()
-        self._local_steps = start.local_steps[comm.rank]
+        self._local_steps = start.steps_by_rank[comm.rank]
         self._share = math.ceil((budget_steps - start.base_steps) / comm.size)
         self._stop = Stop.NONE
         self._bell: _Bell | None = None
@@ -76,12 +76,12 @@ class NoExchange(ModelExchange):
 
     def close(self, timeout_s: float) -> Stop:
         """Wait for the slowest without a limit, except for a signal: ranks of unlike speed end at unlike times."""
-        known = np.array(self._start.local_steps, np.uint64)
+        known = np.array(self._start.steps_by_rank, np.uint64)
         known[self._comm.rank] = self._local_steps
         if self._bell is not None:
             self._bell.transport.close(math.inf, self._interrupt)
         end = agree_on_end(self._comm, self._stop, known, None, self._interrupt)
-        self._final_steps = end.local_steps
+        self._final_steps = end.steps_by_rank
         if self._bell is not None:  # which hears no more
             self._bell.dead |= set(range(self._comm.size)).difference(end.living)
         return end.stop
@@ -95,7 +95,7 @@ class NoExchange(ModelExchange):
         return model_of_first(self._comm, self._parameters, has_trained, timeout_s, self._interrupt)
 
     def state(self) -> ExchangeState:
-        steps = list(self._start.local_steps) if self._final_steps is None else self._final_steps.tolist()
+        steps = list(self._start.steps_by_rank) if self._final_steps is None else self._final_steps.tolist()
         steps[self._comm.rank] = self._local_steps
         lost = sorted(set(range(self._comm.size)).difference(self.living))
         return ExchangeState(steps, self._start.base_steps, lost=lost)

@@ -107,7 +107,7 @@ class SharedMemory(ModelExchange):
         graph = GRAPHS[config.graph]
         self._out = list(graph.out_peers(comm.rank, everybody, 0, 0))
         self._in = [rank for rank in everybody if comm.rank in graph.out_peers(rank, everybody, 0, 0)]
-        self._window = Window(comm, parameters.numel(), start.local_steps[self._rank])
+        self._window = Window(comm, parameters.numel(), start.steps_by_rank[self._rank])
         self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
         self._staleness = 0
@@ -176,7 +176,7 @@ class SharedMemory(ModelExchange):
     @property
     def _steps(self) -> np.ndarray:
         """Steps of every rank, int64 or uint64 [ranks]."""
-        return self._window.steps if self._final is None else self._final.local_steps
+        return self._window.steps if self._final is None else self._final.steps_by_rank
 
     def _write(self) -> bool:
         """Take this rank's turn at its broadcast buffer, if it has not: put its model there, or say that it has none.

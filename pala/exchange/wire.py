@@ -57,7 +57,7 @@ class Message(NamedTuple):
     round: int
     weight: float
     stop: Stop
-    local_steps: np.ndarray  # uint64 [ranks]
+    steps_by_rank: np.ndarray  # uint64 [ranks]
     format: Format = Format.FLOAT32
 
 
@@ -94,7 +94,7 @@ class Wire:
             into.data, 0, _MAGIC, _VERSION, message.kind, message.format, message.stop, message.sender, self.num_ranks,
             message.round, self.signature, message.weight, self.num_parameters,
         )  # fmt: skip
-        into[_ALIGNMENT : _ALIGNMENT + 8 * self.num_ranks] = message.local_steps.astype("<u8", copy=False).view(
+        into[_ALIGNMENT : _ALIGNMENT + 8 * self.num_ranks] = message.steps_by_rank.astype("<u8", copy=False).view(
             np.uint8
         )
 
@@ -127,10 +127,10 @@ class Wire:
         if not (math.isfinite(weight) and 0 < weight <= ranks * (1 + 1e-9)):
             return Refusal(f"its weight is {weight}")
         counters = data[_ALIGNMENT : _ALIGNMENT + 8 * ranks].tobytes()
-        local_steps = np.frombuffer(counters, "<u8").astype(np.uint64, copy=False)
-        if (most := int(local_steps.max())) > _MOST_STEPS:
+        steps_by_rank = np.frombuffer(counters, "<u8").astype(np.uint64, copy=False)
+        if (most := int(steps_by_rank.max())) > _MOST_STEPS:
             return Refusal(f"it says that a rank made {most} steps")
-        return Message(known_kind, sender, round_, weight, Stop(stop), local_steps, Format(format_))
+        return Message(known_kind, sender, round_, weight, Stop(stop), steps_by_rank, Format(format_))
 
     def decode_from(self, source: int, data: np.ndarray) -> Message | Refusal:
         """Decode bytes that came from this rank, which they must name as their sender."""

@@ -181,10 +181,12 @@ class GorilaAgent(Agent[GorilaExchange]):
         budget = budget_of(comm, self.start, self.config.total_steps, self.config.run.spares)
         return GorilaExchange(comm, self.rules, budget, dqn.version, shard, self.store, interrupt)
 
-    def take_place(self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt) -> GorilaExchange | None:
+    def wake_exchange(
+        self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt
+    ) -> GorilaExchange | None:
         budget = sleeping.members.budget
         exchange = GorilaExchange(comm, self.rules, budget, 0, None, self.store, interrupt, sleeping)
-        if not exchange.take_place(self.flat.data, self.dqn.target.data):
+        if not exchange.join(self.flat.data, self.dqn.target.data):
             return None
         log(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")
         return exchange

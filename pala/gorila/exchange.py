@@ -49,7 +49,7 @@ class GorilaExchange(Exchange, Receiver):
         """Make the rank's node and open its transport. Collective, except for a spare.
 
         `version`, `shard`, `store`: see `Node`. `slept`: the sleeping Gorila of a spare that is needed; it has to
-        `take_place`.
+        `join`.
         """
         self._comm, self._interrupt = comm, interrupt
         self.message_bytes = rules.wire.most_bytes
@@ -105,7 +105,7 @@ class GorilaExchange(Exchange, Receiver):
             self._node.budget.stop_now(reason)
             self._members.send_stop()
 
-    def take_place(self, flat: Tensor, target: Tensor) -> bool:
+    def join(self, flat: Tensor, target: Tensor) -> bool:
         """Train from now on, as a spare that has slept; wait for the model, and copy it. False if training ended
         before. Not collective."""
         with self._changed:
@@ -203,8 +203,8 @@ class GorilaExchange(Exchange, Receiver):
         self._raise_failure()
         budget = self._node.budget
         has_left = self._members.has_left
-        end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt, has_left)
-        budget.merge(end.local_steps, end.stop)
+        end = agree_on_end(self._comm, budget.stop, budget.steps_by_rank, timeout_s, self._interrupt, has_left)
+        budget.merge(end.steps_by_rank, end.stop)
         self._forget_all_but(end.living)
         budget.stayed(end.stayed)
         return end.stop
@@ -250,7 +250,7 @@ class GorilaExchange(Exchange, Receiver):
         with self._changed:
             budget, shards = self._node.budget, self.roles.shards
             lost = [rank for rank in budget.lost if rank not in shards]  # so, too, if this rank was about to leave
-            return ExchangeState(budget.local_steps.tolist(), budget.base_steps, lost=lost)
+            return ExchangeState(budget.steps_by_rank.tolist(), budget.base_steps, lost=lost)
 
     def shard_state(self) -> tuple[dict[str, Tensor], int]:
         """Return copies of this rank's slices and their version, for the checkpoint; ({}, 0) without a shard."""

@@ -59,7 +59,7 @@ class Members:
     def merge(self, message: Message) -> None:
         """Take over the counters of any message. A spare that has made steps, or that sends anything but messages about
         members, trains from now on."""
-        self.budget.merge(message.local_steps, message.stop)
+        self.budget.merge(message.steps_by_rank, message.stop)
         if self._has_spares:
             if message.kind not in ABOUT_MEMBERS and message.sender not in self.roles.everybody:
                 self.budget.rank_joined(message.sender)

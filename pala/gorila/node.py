@@ -459,7 +459,7 @@ class Node:
 
     def _post(self, rank: int, kind: Kind, round_: int, format_: Format, data: np.ndarray) -> Bytes:
         """Write the header and the counters to the front of `data`, and send it."""
-        message = Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.local_steps, format_)
+        message = Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.steps_by_rank, format_)
         self._wire.encode(message, data)
         self.counts["bytes_sent"] += len(data)
         return self._send_bytes(rank, data)

@@ -88,7 +88,7 @@ class SleepingGorila(Sleeping, Receiver):
         return self.members.hear(message)
 
     def _tell(self, rank: int, kind: Kind, round_: int) -> Bytes:
-        message = Message(kind, self.members.rank, round_, 1.0, self._budget.stop, self._budget.local_steps)
+        message = Message(kind, self.members.rank, round_, 1.0, self._budget.stop, self._budget.steps_by_rank)
         packet = Bytes(self._wire.encoded(message))
         self.transport.send(rank, packet)
         return packet

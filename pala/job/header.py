@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pala.a2c.learning_rate import learning_rate_factor
 from pala.algorithms import ALGORITHMS
 from pala.config import Config
-from pala.config.catalogue import kind_of
+from pala.config.catalogue import ACTOR_CRITIC, kind_of
 from pala.config.influence import unused_overrides
 from pala.system.text import counted
 
@@ -86,7 +86,7 @@ def note_on_ranks(preset: Path, chosen: Config, meant: int | None, config: Confi
     """Return a sentence if the preset's learning rate was chosen for another number of ranks than train; else empty.
     `chosen`, `meant`: the preset's settings, and that number of ranks."""
     rate = config.a2c.learning_rate
-    if config.algorithm != "a2c" or meant is None or rate != chosen.a2c.learning_rate:
+    if config.algorithm not in ACTOR_CRITIC or meant is None or rate != chosen.a2c.learning_rate:
         return ""
     if kind_of(config.exchange).independent:
         return "" if meant == 1 or kind_of(chosen.exchange).independent else (

@@ -55,9 +55,9 @@ def _serve_as_spare(job: Job, request: Request, interrupt: Interrupt) -> Result:
             is_needed = sleeping.until_needed()
         if is_needed:
             with loading():
-                from pala.job.start import take_place  # torch, environments: now they are needed
+                from pala.job.start import start_spare  # torch, environments: now they are needed
 
-            result = take_place(job, request, info, began_s, sleeping, interrupt)
+            result = start_spare(job, request, info, began_s, sleeping, interrupt)
             if result is not None:
                 return result
         if not interrupt.leave_requested:

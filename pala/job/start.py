@@ -149,7 +149,7 @@ def _make_exchange(
     return exchange
 
 
-def take_place(
+def start_spare(
     job: Job, request: Request, info: RunInfo, began_s: float, sleeping: Sleeping, interrupt: Interrupt
 ) -> Result | None:
     """Start a spare that is needed: build, ask others for a model, train. Returns None if training ended before.
@@ -168,7 +168,7 @@ def take_place(
             alike = replace(run.config, network=replace(run.config.network, precision=info.precision))
             agent = ALGORITHMS[alike.algorithm].build(alone, alike, envs, code.make_network, sleeping)
             is_needed = sleeping.until_needed()  # still: to build took a while
-            exchange = agent.take_place(job.comm, sleeping, interrupt) if is_needed else None
+            exchange = agent.wake_exchange(job.comm, sleeping, interrupt) if is_needed else None
             if exchange is None:
                 return None
             log(f"[rank {rank}] takes the place of a rank that is gone.")

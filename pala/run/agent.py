@@ -135,9 +135,9 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         """Make what this rank tells the others through, from `start` on. Collective."""
 
     @abc.abstractmethod
-    def take_place(self, comm: Communicator, sleeping: Any, interrupt: Interrupt) -> ExchangeT | None:
-        """Make the exchange of a spare that trains from now on, with a model from others; None if training ended
-        before. `sleeping`: the algorithm's `Sleeping`. Not collective."""
+    def wake_exchange(self, comm: Communicator, sleeping: Any, interrupt: Interrupt) -> ExchangeT | None:
+        """Turn what a spare has slept by into its exchange, and join those who train, with a model of theirs; None if
+        training ended before. `sleeping`: the algorithm's `Sleeping`. Not collective."""
 
     @abc.abstractmethod
     def make_loop(self, exchange: ExchangeT, interrupt: Interrupt) -> Loop:
@@ -171,7 +171,7 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         if saved.own is not None:
             _restore_generator(comm.rank, self.generator, saved.own)
         self.counters, start = _restored_counters(comm, restored, same_ranks=saved.own is not None)
-        self.start = start._replace(local_steps=[*start.local_steps, *[0] * run.spares])
+        self.start = start._replace(steps_by_rank=[*start.steps_by_rank, *[0] * run.spares])
 
     def begin_late(self, run: Run, start: ExchangeState, time_s: float) -> None:
         """Begin as a spare that has taken a place. `start`: state of its exchange; `time_s`: training time so far."""
@@ -204,7 +204,7 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         counters = {
             "updates": self.counters.updates,
             "applied": self.counters.applied,
-            "own_steps": self.counters.local_steps,
+            "local_steps": self.counters.local_steps,
             "time_s": self.counters.time_s,
             "spares": run.spares,
             **state._asdict(),
@@ -304,9 +304,9 @@ def _restore_generator(rank: int, generator: torch.Generator, own: RankState) ->
 def _restored_counters(comm: Communicator, c: dict[str, Any], same_ranks: bool) -> tuple[Counters, ExchangeState]:
     """Return the counters of what `Agent.restore` gives. Push-sum weights are scaled so that their sum is the number of
     ranks again. Collective."""
-    own_steps, applied = c["own_steps"] if same_ranks else 0, c["applied"]
-    counters = Counters(c["updates"], own_steps, c["time_s"], applied)
+    local_steps, applied = c["local_steps"] if same_ranks else 0, c["applied"]
+    counters = Counters(c["updates"], local_steps, c["time_s"], applied)
     weight = c["weight"] if same_ranks else 1.0
     weight *= comm.size / sum(comm.allgather(weight))
-    known = comm.allgather(c["own_steps"]) if same_ranks else [0] * comm.size
+    known = comm.allgather(c["local_steps"]) if same_ranks else [0] * comm.size
     return counters, ExchangeState(known, c["base_steps"], c["round"], weight)

@@ -26,7 +26,8 @@ from pala.system.files import sync_folder, write_atomically
 from pala.system.output import log
 
 OF_ANOTHER_ALGORITHM = "The checkpoints are of another algorithm than the run; its 'run.json' or they were changed."
-_COUNTS = ("updates", "applied", "own_steps", "base_steps", "round", "spares")
+_COUNTS = ("updates", "applied", "local_steps", "base_steps", "round", "spares")
+_IN_FILES = {"local_steps": "own_steps", "steps_by_rank": "local_steps"}  # counters that files call otherwise
 _STREAM = "random."
 
 
@@ -40,8 +41,8 @@ class RankState:
     tensors: dict[str, Tensor]  # flat float32, all of one length; which: as the algorithm's `Agent.state` says
     random_states: dict[str, Tensor]  # generator name -> uint8
     counters: dict[str, Any]
-    """JSON: the rank's `Counters`, whose `local_steps` are called `own_steps`; the fields of `ExchangeState`, whose
-    `local_steps` are those of every rank; `spares`; and what the algorithm adds (`warms_up_from`, or `gorila`)."""
+    """JSON: the rank's `Counters`, the fields of `ExchangeState`, `spares`, and what the algorithm's `Agent.state`
+    adds."""
 
     @property
     def num_trainers(self) -> int:
@@ -62,7 +63,8 @@ def save_rank(folder: Path, state: RankState) -> None:
     """Write a rank's checkpoint and keep the one before it. Raises OSError, and then the newest one is as it was."""
     tensors = {name: tensor.detach().cpu() for name, tensor in state.tensors.items()}
     tensors |= {f"{_STREAM}{name}": value for name, value in state.random_states.items()}
-    header = {"rank": state.rank, "ranks": state.ranks, "signature": state.signature, "counters": state.counters}
+    counters = {_IN_FILES.get(name, name): value for name, value in state.counters.items()}
+    header = {"rank": state.rank, "ranks": state.ranks, "signature": state.signature, "counters": counters}
     data = pack(tensors, header)
     path, previous = _generations(folder, state.rank)
     fresh = path.with_name(f".{path.name}.new")
@@ -136,9 +138,9 @@ def load_all(folder: Path, signature: int, parameters: int | None = None, whole:
     lost = {rank for state in states.values() for rank in state.counters["lost"]}
     if lost.issuperset(states):  # they took each other for dead: none of them is
         lost = set()
-    known = np.max([state.counters["local_steps"] for state in states.values()], axis=0)
+    known = np.max([state.counters["steps_by_rank"] for state in states.values()], axis=0)
     for state in states.values():
-        state.counters["local_steps"] = known.tolist()
+        state.counters["steps_by_rank"] = known.tolist()
     for rank, fault in faults.items():
         if rank not in lost:
             raise fault
@@ -163,7 +165,7 @@ def global_steps(run: Path) -> int:
 def joint_counters(states: list[RankState]) -> dict[str, Any]:
     """Return the counters that all ranks of another job begin with: the steps of all as those of an earlier run, and
     how long they trained."""
-    known = np.max([state.counters["local_steps"] for state in states], axis=0)  # a rank may know its own alone
+    known = np.max([state.counters["steps_by_rank"] for state in states], axis=0)  # a rank may know its own alone
     base_steps = states[0].counters["base_steps"] + int(known.sum())
     return {"base_steps": base_steps, "time_s": max(state.counters["time_s"] for state in states)}
 
@@ -264,12 +266,19 @@ def _read_head(path: Path) -> RankState:
 
 def _state_of(path: Path, header: dict[str, Any], tensors: dict[str, Tensor], streams: dict[str, Tensor]) -> RankState:
     try:
-        state = RankState(header["rank"], header["ranks"], header["signature"], tensors, streams, header["counters"])
+        counters = _named(header["counters"])
+        state = RankState(header["rank"], header["ranks"], header["signature"], tensors, streams, counters)
     except KeyError as error:
         raise PalaError(f"Checkpoint '{path}' lacks {error}.") from None
     if not _are_counters(state):
         raise PalaError(f"Checkpoint '{path}' cannot be read (what it holds is not a rank's state).")
     return state
+
+
+def _named(in_file: Any) -> Any:
+    """Return a file's counters by the names that `RankState` has; what is no mapping stays what it is."""
+    names = {there: here for here, there in _IN_FILES.items()}
+    return {names.get(name, name): value for name, value in in_file.items()} if isinstance(in_file, dict) else in_file
 
 
 def _are_vectors(state: RankState, parameters: int | None) -> bool:
@@ -288,9 +297,9 @@ def _are_vectors(state: RankState, parameters: int | None) -> bool:
 def _are_counters(state: RankState) -> bool:
     """Return whether the numbers beside the tensors are what `save_rank` writes, too."""
     counters = state.counters
-    if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "local_steps", "lost"}):
+    if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "steps_by_rank", "lost"}):
         return False
-    steps = counters["local_steps"]
+    steps = counters["steps_by_rank"]
     weight = counters["weight"]
     lost = counters["lost"]
     counts = [state.rank, state.ranks, *(counters[name] for name in _COUNTS)]

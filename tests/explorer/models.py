@@ -70,7 +70,7 @@ class SymbolicModels(Models):
         letter: Letter
         sender, letter, size = received.data
         self._opened = sender, letter
-        steps = np.array(letter.local_steps or (0,) * size, np.uint64)
+        steps = np.array(letter.steps_by_rank or (0,) * size, np.uint64)
         format_ = Format.FLOAT32 if letter.whole else Format.TOP_K
         message = Message(letter.kind, sender, letter.number, letter.weight, letter.stop, steps, format_)
         if not letter.bulk or received.too_late:
@@ -150,5 +150,5 @@ class SymbolicModels(Models):
 
 
 def _letter(message: Message) -> Letter:
-    steps = tuple(int(s) for s in message.local_steps)
+    steps = tuple(int(s) for s in message.steps_by_rank)
     return Letter(Kind(message.kind), message.round, message.weight, message.stop, steps if any(steps) else ())

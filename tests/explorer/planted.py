@@ -46,7 +46,7 @@ class LosesCreditsWhileItWaits(OneWay):
 
 class CountsReceivedWeightTwice(OneWay):
     def _mix(self, s, give_credit):
-        received = sum(s.inbox.values())
+        received = sum(s.to_mix.values())
         actions = super()._mix(s, give_credit)
         s.weight = self._mixing.gained(s.weight, received)
         return actions
@@ -133,10 +133,10 @@ class WaitsOneUpdateTooLate(OneWay):
 
 class AddsUpWhatItHears(WithAnotherBudget):
     class budget_type(StepBudget):
-        def merge(self, local_steps, stop):
-            local_steps = local_steps.copy()
-            local_steps[self.rank] += self.local_steps[self.rank]
-            StepBudget.merge(self, local_steps, stop)
+        def merge(self, steps_by_rank, stop):
+            steps_by_rank = steps_by_rank.copy()
+            steps_by_rank[self.rank] += self.steps_by_rank[self.rank]
+            StepBudget.merge(self, steps_by_rank, stop)
 
 
 class TellsNobodyOfTheEnd(OneWay):
@@ -203,14 +203,14 @@ class TakesWhoWaitsForAnAnswerForSilent(OneWay):
 class TakesTheDeadsWeightForLost(OneWay):
     def peer_died(self, s, peer):
         actions = super().peer_died(s, peer)
-        s.inbox.pop(peer, None)
+        s.to_mix.pop(peer, None)
         return actions
 
 
 class CountsTheDeadsStepsTwice(OneWay):
     def peer_died(self, s, peer):
         if peer in s.living:
-            s.budget.base_steps += int(s.budget.local_steps[peer])
+            s.budget.base_steps += int(s.budget.steps_by_rank[peer])
         return super().peer_died(s, peer)
 
 
@@ -316,7 +316,7 @@ class AnswersOnlyTheFirst(Paired):
 
 
 class ClosesNothingThatIsRefused(Paired):
-    def _refused(self, s, peer, waits_for_its=False):
+    def _refused(self, s, peer, peer_has_offered=False):
         return []
 
 

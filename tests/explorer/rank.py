@@ -228,8 +228,8 @@ class LocalRank:
         damaged = self._case.most_rare if "garbled" in self._case.faults else 0
         if len(self.driver.snapshots) > max(self._case.snapshots, 2 * self._case.ranks) + damaged:
             faults.append(f"memory for {len(self.driver.snapshots)} snapshots")
-        if set(self.models.inbox) != set(self.state.inbox):
-            faults.append(f"inbox: models of {sorted(self.models.inbox)}, counted {sorted(self.state.inbox)}")
+        if set(self.models.inbox) != set(self.state.to_mix):
+            faults.append(f"inbox: models of {sorted(self.models.inbox)}, counted {sorted(self.state.to_mix)}")
         open_or_answered = {*self.state.offers, *self.state.answers}
         if set(offers) != open_or_answered:
             faults.append(f"offers: kept those to {sorted(offers)}, open or answered {sorted(open_or_answered)}")
@@ -267,7 +267,8 @@ class LocalRank:
         if case.by_pairs or self._is_done:  # the same: how many are free does not matter
             num_snapshots = max(len(snapshots), case.snapshots)
         inbox = sorted(
-            (peer, letter._replace(stop=Stop.NONE, local_steps=(), number=ANY)) for peer, letter in models.inbox.items()
+            (peer, letter._replace(stop=Stop.NONE, steps_by_rank=(), number=ANY))
+            for peer, letter in models.inbox.items()
         )
         return Frozen(
             self.number,

@@ -137,7 +137,7 @@ class Letter(NamedTuple):
     number: int = ANY  # of the offer that it is or answers
     weight: Any = 1.0
     stop: Stop = Stop.NONE
-    local_steps: tuple[int, ...] = ()
+    steps_by_rank: tuple[int, ...] = ()
     whole: bool = True
     finite: bool = True
     old: bool = False  # it was sent to a rank that was away then
@@ -232,7 +232,7 @@ def relabelled(frozen: Frozen, numbers: tuple[int, ...], case: Case) -> Frozen:
         {numbers[peer] for peer in peers} for peers in (budget.left, budget.asleep, s.silent, s.stale, s.wants_whole)
     )
     s.owed = [numbers[peer] for peer in s.owed]
-    s.inbox = {numbers[peer]: weight for peer, weight in s.inbox.items()}
+    s.to_mix = {numbers[peer]: weight for peer, weight in s.to_mix.items()}
     held = sorted((since_s, numbers[peer]) for peer, since_s in s.lock.held_since_s.items())
     s.lock.held_since_s = {peer: since_s for since_s, peer in held}
     snapshots = (

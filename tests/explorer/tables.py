@@ -153,8 +153,8 @@ class Tables:
         if frozen.mode is Mode.DEAD:
             return frozen
         s = self.case.thaw(frozen.state)
-        if s.numbers.get(sender) == CURRENT:
-            s.numbers[sender] = STALE
+        if s.offer_numbers.get(sender) == CURRENT:
+            s.offer_numbers[sender] = STALE
         return frozen._replace(state=freeze(s))
 
     def letter_id(self, letter: Letter) -> int:

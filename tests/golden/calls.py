@@ -68,7 +68,7 @@ def _told(message: Message) -> Values:
         "round": message.round,
         "weight": message.weight,
         "stop": message.stop.name,
-        "local_steps": message.local_steps.tolist(),
+        "local_steps": message.steps_by_rank.tolist(),
     }
 
 

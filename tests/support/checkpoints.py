@@ -17,9 +17,9 @@ def make_state(
     generator = torch.Generator().manual_seed(rank)
     parameters = torch.randn(6, generator=generator) if fill is None else torch.full((6,), fill)
     counters = {
-        "updates": 7, "applied": 7, "warms_up_from": 0, "spares": 0, "lost": [], "own_steps": steps,
+        "updates": 7, "applied": 7, "warms_up_from": 0, "spares": 0, "lost": [], "local_steps": steps,
         "time_s": 1.25, "base_steps": 1000, "round": 3, "weight": weight,
-        "local_steps": [steps if r == rank else 10 for r in range(ranks)],
+        "steps_by_rank": [steps if r == rank else 10 for r in range(ranks)],
     }  # fmt: skip
     return RankState(
         rank, ranks, SIGNATURE, {"parameters": parameters, "mean_square": parameters.square()},

@@ -29,12 +29,12 @@ class Rank:
 
 
 def protocol(
-    rank: int = 0, size: int = 3, *, mixing: str = "uniform", budget_steps: int = 10**9, local_steps=None,
+    rank: int = 0, size: int = 3, *, mixing: str = "uniform", budget_steps: int = 10**9, steps_by_rank=None,
     base_steps: int = 0, round_: int = 0, weight: float = 1.0, make: Callable[[Rules], GossipProtocol] = make_protocol,
     spares: int = 0, **rules,
 ) -> Rank:  # fmt: skip
     """One rank that has begun its first update at 0 s; by default of a ring, with `max_staleness` 1."""
-    budget = StepBudget(rank, size, budget_steps, local_steps, base_steps, spares)
+    budget = StepBudget(rank, size, budget_steps, steps_by_rank, base_steps, spares)
     made = make(Rules(**{"topology": "ring", "max_staleness": 1, "mixing": mixing} | rules))
     p = Rank(made, made.new_state(budget, weight, round_))
     p.start(0.0)

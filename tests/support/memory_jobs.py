@@ -224,8 +224,8 @@ def both(first: OnCount, second: OnCount) -> OnCount:
     return on_count
 
 
-def own_steps(states: Iterable[RankState]) -> list[int]:
-    return [state.counters["own_steps"] for state in states]
+def saved_steps(states: Iterable[RankState]) -> list[int]:
+    return [state.counters["local_steps"] for state in states]
 
 
 def leave_at(*ranks: int, update: int) -> OnCount:

@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,14 +56,10 @@ MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much
 
 
 def make_protocol(rules: Rules) -> GossipProtocol:
-    """Return the protocol that the rules' mixing needs."""
-    if RULES[rules.mixing].by_pairs:
-        from pala.exchange.gossip.paired import Paired
-
-        return Paired(rules)
-    from pala.exchange.gossip.one_way import OneWay
-
-    return OneWay(rules)
+    """Return the protocol that the row of the rules' mixing names."""
+    module, _, name = RULES[rules.mixing].protocol.partition(":")
+    protocol: type[GossipProtocol] = getattr(import_module(module), name)
+    return protocol(rules)
 
 
 class Opened(NamedTuple):
@@ -249,10 +246,10 @@ class GossipDriver(Receiver):
             self.protocol = type(self.protocol)(replace(self.protocol.rules, whole_every=whole_every))
             self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(self._num_snapshots)]
 
-    def take_place(self) -> None:
+    def join(self) -> None:
         """Train from now on; `advance` says when a peer's model has come."""
         with self.lock:
-            self.protocol.take_place(self.state, self.transport.now_s())
+            self.protocol.join(self.state, self.transport.now_s())
 
     def leave(self) -> None:
         """Train no more, and tell the others, who continue."""

@@ -55,7 +55,7 @@ class GossipExchange(ModelExchange):
         `parameters`: flat, mixed in place, touched only on the learner's thread, between two rollouts; the last
         `num_exact` are never rounded or left out. `signature`: checksum of the network's layout, equal on all ranks.
         `total_steps`: the budget of all ranks. `seed`: seed of the random topology. `start`: None for a spare that is
-        needed, which continues with what it `slept` by, and has to `take_place`."""
+        needed, which continues with what it `slept` by, and has to `join`."""
         self._comm = comm
         self._parameters = parameters
         self._interrupt = interrupt
@@ -110,10 +110,10 @@ class GossipExchange(ModelExchange):
     def heals(self) -> int:
         return self.driver.heals
 
-    def take_place(self) -> bool:
+    def join(self) -> bool:
         """Train from now on, after sleep, with a peer's model, which is waited for. False if training ends before it
         comes. Raises PalaError if no rank has one any more. Not collective."""
-        self.driver.take_place()
+        self.driver.join()
         with self.driver.lock:
             if not self.driver.advance():
                 self._wait()
@@ -166,11 +166,11 @@ class GossipExchange(ModelExchange):
         self.driver.finish()
         budget = self._state.budget
         has_left = self._state.has_left and not self._stays
-        end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt, has_left)
+        end = agree_on_end(self._comm, budget.stop, budget.steps_by_rank, timeout_s, self._interrupt, has_left)
         for rank in set(budget.living) - set(end.living):
             budget.peer_died(rank)
         budget.stayed(end.stayed)
-        budget.merge(end.local_steps, end.stop)
+        budget.merge(end.steps_by_rank, end.stop)
         return end.stop
 
     def abandon(self) -> None:

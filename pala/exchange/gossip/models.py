@@ -122,7 +122,7 @@ class TensorModels(Models):
         self._wire = wire
         self._model = parameters  # that moves, and of which snapshots are taken: the parameters or `_ahead`
         self._ahead, self._acting = parameters[:0], parameters[:0]  # as `look_ahead`; the parameters of the rollout
-        self._inbox = ReceiveBuffer(wire, codec, parameters.device)
+        self._incoming = ReceiveBuffer(wire, codec, parameters.device)
         self._opened: Message | None = None
         self._parts: dict[int, Part] = {}  # that the offers in the inbox hold, by their senders
 
@@ -148,8 +148,8 @@ class TensorModels(Models):
             return Opened(message)
         if not received.bulk:
             return Opened(None, Refusal("it is a model, but was not sent as one"))
-        self._inbox.take_in(received.data)
-        self._opened, refusal = message, self._inbox.check(message, len(received.data))
+        self._incoming.take_in(received.data)
+        self._opened, refusal = message, self._incoming.check(message, len(received.data))
         if refusal is None and message.kind is Kind.ANSWER and offer is not None:
             refusal = self._codec.check_answer(offer.held)
         return Opened(message, refusal)
@@ -157,7 +157,7 @@ class TensorModels(Models):
     def add(self, weight: float) -> None:
         if self._opened is not None and self._opened.kind is Kind.OFFER:
             self._parts[self._opened.sender] = self._codec.staged_part()
-        self._inbox.add(weight)
+        self._incoming.add(weight)
 
     def clear(self) -> None:
         self._parts.clear()
@@ -195,8 +195,8 @@ class TensorModels(Models):
             self._model = self._parameters
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
-        block = self._inbox.data
+        block = self._incoming.data
         return block[:num_bytes] if num_bytes <= len(block) else None
 
     def give_up_memory(self) -> None:
-        self._inbox.give_up_block()
+        self._incoming.give_up_block()

@@ -46,7 +46,7 @@ class OneWay(GossipProtocol):
 
     def _take_in(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         if message.kind is Kind.MODEL:
-            if message.sender in s.inbox:
+            if message.sender in s.to_mix:
                 return self._second_model_came(s, message)
             return self._model_came(s, message, took_s, late, rejected)
         if message.kind in (Kind.CREDIT, Kind.ASK_WHOLE):

@@ -1,19 +1,30 @@
-"""The paired exchange: gossip by which the sum of all models does not change, and no step of a rank is taken back.
+"""The paired exchange: two ranks move towards each other by the same amount, so that nothing learned is taken back.
 
-Two ranks move towards each other by the same amount, whatever happens to them meanwhile. A rank
+A plain average mixes a rank's new model with a peer's older one, and so undoes a part of the rank's last step. Here the
+two moves of a pair cancel in the sum of all models, however late they are made. Between rank A and rank B:
 
-1. *offers* its model s to a peer, and keeps a copy of s;
-2. *answers* the k offers m that have come: it sends its model y to their senders and moves, x <- x + f sum of (m - y),
-   with f = 1 / (1 + k);
-3. *moves* when its own offer is answered: x <- x + f (y - s).
+      A, whose model is x                              B, whose model is y
+    1 offer: send a copy s of x, and keep s   ─ s ─▶     learn on, until its update ends
+      learn on: x changes, s does not         ◀─ y ─   2 answer: send y, and move: y <- y + f (s - y)
+    3 adopt: x <- x + f (y - s)                          learn on
 
-A rank has one open offer, except for those to peers that are `silent`. Each gets one reply, an answer or a refusal (a
-credit), after which the process lock is free. A rank that takes a model in place of its own makes its open offers
-*void*.
+B moves by f (s - y), A by the opposite, f (y - s). A adopts a *difference* of models that were sent, so what it learned
+since stays. If B has k offers to answer, it answers all of them, with f = 1 / (1 + k): one alone moves both half-way.
 
-With `exchanges_per_update` above 1 a rank does all three between two steps of a rollout, too. There the parameters must
-not change. So it exchanges y, its model with the moves that are *owed* to it, and its driver makes all of them at the
-end of the update, as one difference: x <- x + (y - x of the rollout). All that is said above of x holds of y.
+| event at a rank | what it does | in the code |
+|---|---|---|
+| its update ends | adopts the answers that came; answers the offers that came; makes the next offer | `advance` |
+| an offer comes | holds it until its update ends, or refuses it | `_offer_came` |
+| an answer comes | keeps y - s until its update ends; the offer is closed | `_answer_came` |
+| a refusal (a credit) comes | closes the offer: neither rank moves | `_refused` |
+
+Every rank offers and answers, and waits for neither: it learns on. But it has one open offer (beside those to peers
+that are `silent`), and every offer gets one reply, which frees the process lock. If A and B offer to each other at
+once, the lower rank refuses, as its own offer will do. A rank that takes a model in place of its own makes its open
+offers *void*: their answers belong to a model that is gone.
+
+With `exchanges_per_update` above 1 a rank does all three between two steps of a rollout, too, where the parameters must
+not change. It then exchanges a copy that has the moves already, and its driver makes them at the end of the update.
 
 Which offers are refused and why, what can change the sum, and pairs in step (`max_staleness` 0): docs/architecture.md,
 "Mixing". Pure.
@@ -47,7 +58,7 @@ ANY = 0  # number in a refusal that means whichever offer is open; the first off
 
 
 class Paired(GossipProtocol):
-    """A rank moves by the answers to its own offers, answers those of others, and makes its next one."""
+    """The transitions of a rank that exchanges by pairs: adopt what was answered, answer what was offered, offer."""
 
     kinds = (Kind.OFFER, Kind.ANSWER, *WITHOUT_MODEL)
 
@@ -60,13 +71,13 @@ class Paired(GossipProtocol):
     def update_finished(self, s: GossipState, now_s: float, steps: int, healthy: bool = True) -> list[Action]:
         s.num_offers = 0
         if self._in_step:
-            s.answered_late = True
-            s.offers = {peer: offer._replace(is_late=True) for peer, offer in s.offers.items()}
+            s.only_late_answers = True
+            s.offers = {peer: offer._replace(of_earlier_update=True) for peer, offer in s.offers.items()}
         return super().update_finished(s, now_s, steps, healthy)
 
     def advance(self, s: GossipState, now_s: float, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
         self.clock(s, now_s)
-        actions = self._move(s)
+        actions = self._adopt(s)
         if self.must_wait(s):
             return [*actions, *self._offer(s), *self._drop_parts(s), *self._ask(s), Wait()]
         self._begin_update(s)
@@ -77,12 +88,12 @@ class Paired(GossipProtocol):
     def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
         most = self.rules.exchanges_per_update
         may_offer = s.num_offers < most and not self._waits_for_reply(s) and len(s.budget.living) > 1
-        if most == 1 or not (may_offer or s.inbox or s.answers):
+        if most == 1 or not (may_offer or s.to_mix or s.answers):
             return []
         self.clock(s, now_s)  # it may have been away
         if s.between_updates or not s.has_model or s.budget.stop is not Stop.NONE:
             return []
-        actions = self._move(s)
+        actions = self._adopt(s)
         if self.can_mix(s):
             actions += self._mix(s, give_credit=True)
         if may_offer and not s.owed:
@@ -91,7 +102,7 @@ class Paired(GossipProtocol):
 
     def unreadable_model_came(self, s: GossipState, sender: int) -> list[Action]:
         """Take note of what was an offer or the answer to one; neither is open any more."""
-        if sender not in s.inbox:
+        if sender not in s.to_mix:
             return super().unreadable_model_came(s, sender) + self._close(s, sender)
         s.counts["models_refused"] += 1  # its offer has come, so this was its answer
         return self._close(s, sender)
@@ -99,8 +110,8 @@ class Paired(GossipProtocol):
     def finish(self, s: GossipState) -> list[Action]:
         """Move by the answers that came; both models of an offer without an answer stay as they are."""
         if s.has_model:
-            s.inbox.clear()
-            return [*self._move(s), Clear()]
+            s.to_mix.clear()
+            return [*self._adopt(s), Clear()]
         return super().finish(s)
 
     # ---- offers --------------------------------------------------------------------------------------------------
@@ -142,13 +153,13 @@ class Paired(GossipProtocol):
         if offer is not None and is_refusal and message.round in (offer.number, ANY):
             self._credit_came(s, sender, wants_whole=message.kind is Kind.ASK_WHOLE)
             s.refusing.add(sender)
-            return self._refused(s, sender, waits_for_its=self._in_step and message.weight == CROSSED)
+            return self._refused(s, sender, peer_has_offered=self._in_step and message.weight == CROSSED)
         return []
 
     def _offer_came(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         sender, usable = message.sender, not (late or rejected)
-        s.numbers[sender] = message.round
-        if usable and sender in s.inbox:
+        s.offer_numbers[sender] = message.round
+        if usable and sender in s.to_mix:
             # Something of its sender's could not be read, and was taken for this offer: it has closed that, and means
             # the new one. Its model of before will do.
             return []
@@ -176,14 +187,14 @@ class Paired(GossipProtocol):
         s.refusing.discard(sender)
         del s.offers[sender]
         s.answers[sender] = fraction
-        s.answered_late &= offer.is_late
+        s.only_late_answers &= offer.of_earlier_update
         return [Keep(sender)]
 
-    def _refused(self, s: GossipState, peer: int, waits_for_its: bool = False) -> list[Action]:
-        """Close the offer to this peer, of which nothing came. A rank that waits makes the next one, but not at once if
-        it `waits_for_its`, which is on the way."""
+    def _refused(self, s: GossipState, peer: int, peer_has_offered: bool = False) -> list[Action]:
+        """Close the offer to this peer, of which nothing came. A rank that waits makes the next one, but not if
+        `peer_has_offered`: that offer is on the way, and will do."""
         closed = self._close(s, peer)
-        if s.between_updates and not s.owed and not self._waits_for_reply(s) and not waits_for_its:
+        if s.between_updates and not s.owed and not self._waits_for_reply(s) and not peer_has_offered:
             s.owed += self._next_peers(s)
         return closed
 
@@ -195,16 +206,16 @@ class Paired(GossipProtocol):
     def _forget(self, s: GossipState, peer: int) -> list[Action]:
         return self._close(s, peer) + super()._forget(s, peer)
 
-    # ---- moves ---------------------------------------------------------------------------------------------------
+    # ---- adopt, and answer -------------------------------------------------------------------------------------
 
-    def _move(self, s: GossipState) -> list[Action]:
-        """Move by the answers that came."""
+    def _adopt(self, s: GossipState) -> list[Action]:
+        """Move by the answers that came to this rank's offers."""
         if not s.has_model or not s.answers:
             return []
         moves: list[Action] = [Move(peer, fraction) for peer, fraction in s.answers.items()]
         s.answers.clear()
         s.gave_up, s.num_rejected = False, 0
-        if not s.answered_late:
+        if not s.only_late_answers:
             s.staleness = 0
         return moves
 
@@ -212,10 +223,10 @@ class Paired(GossipProtocol):
         """Answer all offers that came and move towards them; or take their mean for this rank's own model."""
         if not s.has_model:
             return self._void_offers(s) + super()._mix(s, give_credit)
-        num_offers = len(s.inbox)
+        num_offers = len(s.to_mix)
         fraction = 1.0 / (1 + num_offers)
-        answers = [SendModel(self._answer(s, peer, fraction), (peer,), True) for peer in s.inbox]
-        s.inbox.clear()
+        answers = [SendModel(self._answer(s, peer, fraction), (peer,), True) for peer in s.to_mix]
+        s.to_mix.clear()
         s.whole_came = s.gave_up = False
         s.num_rejected = s.staleness = 0
         return [*answers, Pull(fraction, num_offers)]
@@ -230,4 +241,4 @@ class Paired(GossipProtocol):
         return self._reply(s, Kind.ANSWER, peer)._replace(weight=fraction)
 
     def _reply(self, s: GossipState, kind: Kind, peer: int) -> Message:
-        return self._message(s, kind)._replace(round=s.numbers.pop(peer, ANY))
+        return self._message(s, kind)._replace(round=s.offer_numbers.pop(peer, ANY))

@@ -65,7 +65,7 @@ class GossipProtocol(abc.ABC):
         s.now_s = now_s
         if gap_s > s.patience_s and len(s.budget.living) > 1:
             s.returning, s.whole_came = True, False
-            s.stale = set(range(s.budget.size)).difference(s.inbox)  # the dead sent some, too
+            s.stale = set(range(s.budget.size)).difference(s.to_mix)  # the dead sent some, too
             s.waits_since_s = math.inf
         s.silent = s.lock.held_before(now_s - s.patience_s)
         if not (s.between_updates and self.must_wait(s)):
@@ -120,7 +120,7 @@ class GossipProtocol(abc.ABC):
     ) -> list[Action]:
         """Take in a message of `message.sender`. Of a model: `took_s`: seconds until it came; `late`: it took too long,
         and its memory has been given up; `rejected`: it holds what no model may hold."""
-        s.budget.merge(message.local_steps, message.stop)
+        s.budget.merge(message.steps_by_rank, message.stop)
         if message.kind is Kind.LEAVE:
             s.budget.rank_left(message.sender)
             return self._forget(s, message.sender) + self._tell_stop(s)
@@ -142,7 +142,7 @@ class GossipProtocol(abc.ABC):
         s.budget.peer_died(peer)
         return self._forget(s, peer) + self._tell_stop(s)
 
-    def take_place(self, s: GossipState, now_s: float) -> None:
+    def join(self, s: GossipState, now_s: float) -> None:
         """Train from now on, after sleep. This rank has no model, and `advance` asks for one."""
         self.clock(s, now_s)
         s.budget.rank_joined(s.budget.rank)
@@ -189,9 +189,9 @@ class GossipProtocol(abc.ABC):
     def can_mix(self, s: GossipState) -> bool:
         """Return whether a full round of models has come, and at least one could be accepted. A rank that is alone by
         now waits for no other, and mixes what the dead have sent while it is fresh."""
-        if not s.inbox:
+        if not s.to_mix:
             return False
-        return len(s.budget.living) == 1 or 0 < self._models_a_round(s) <= len(s.inbox) + s.num_rejected
+        return len(s.budget.living) == 1 or 0 < self._models_a_round(s) <= len(s.to_mix) + s.num_rejected
 
     # ---- models and credits --------------------------------------------------------------------------------------
 
@@ -249,8 +249,8 @@ class GossipProtocol(abc.ABC):
         s.counts["models_received"] += 1
         s.whole_came |= message.format.is_whole
         s.gave_up = False
-        s.inbox[sender] = self._mixing.counted(message.weight)
-        return [*dropped, Accept(s.inbox[sender])]
+        s.to_mix[sender] = self._mixing.counted(message.weight)
+        return [*dropped, Accept(s.to_mix[sender])]
 
     def _is_stale(self, s: GossipState, sender: int, took_s: float, late: bool) -> bool:
         """Return whether the model that has come from `sender`, in `took_s` seconds, is too old to be received: its
@@ -282,26 +282,26 @@ class GossipProtocol(abc.ABC):
         """Empty the inbox of a rank that has no model. Parts, or models as old as its own, are of no use to it, and
         while they fill the inbox their senders may send nothing else. They count as rejected; their senders are asked
         for whole models."""
-        if s.whole_came or s.has_model or not s.inbox:
+        if s.whole_came or s.has_model or not s.to_mix:
             return []
-        s.counts["models_stale"] += len(s.inbox) if s.healthy else 0
-        s.num_rejected += len(s.inbox)
-        senders = list(s.inbox)
-        for weight in s.inbox.values():
+        s.counts["models_stale"] += len(s.to_mix) if s.healthy else 0
+        s.num_rejected += len(s.to_mix)
+        senders = list(s.to_mix)
+        for weight in s.to_mix.values():
             s.weight = self._mixing.gained(s.weight, weight)
-        s.inbox.clear()
+        s.to_mix.clear()
         return [Clear(), *itertools.chain.from_iterable(self._return_credit(s, sender) for sender in senders)]
 
     def _mix(self, s: GossipState, give_credit: bool) -> list[Action]:
         """Take the inbox into the model, or in its place if that is of no use."""
-        if not s.inbox:
+        if not s.to_mix:
             return []
         if self.rules.max_staleness == 0:
-            num_come = len(s.inbox) + s.num_rejected
+            num_come = len(s.to_mix) + s.num_rejected
             s.rounds_due = min(max(1, num_come // max(1, self._models_a_round(s))), s.budget.size)
-        senders, received = list(s.inbox), sum(s.inbox.values())
+        senders, received = list(s.to_mix), sum(s.to_mix.values())
         mix = Mix(s.weight, len(senders)) if s.has_model else Heal(len(senders))
-        s.inbox.clear()
+        s.to_mix.clear()
         s.healthy, s.asks_again_s = True, math.inf  # a rank that had no model has one now
         s.whole_came = s.returning = s.gave_up = False
         s.num_rejected = s.staleness = 0
@@ -319,7 +319,7 @@ class GossipProtocol(abc.ABC):
 
     def _message(self, s: GossipState, kind: Kind, weight: float = 1.0) -> Message:
         budget = s.budget
-        return Message(kind, budget.rank, s.round, weight, budget.stop, budget.local_steps)
+        return Message(kind, budget.rank, s.round, weight, budget.stop, budget.steps_by_rank)
 
     # ---- rounds --------------------------------------------------------------------------------------------------
 
@@ -346,4 +346,4 @@ class GossipProtocol(abc.ABC):
         answer."""
         if not s.silent:
             return s.budget.living
-        return [peer for peer in s.budget.living if peer not in s.silent or peer in s.inbox]
+        return [peer for peer in s.budget.living if peer not in s.silent or peer in s.to_mix]

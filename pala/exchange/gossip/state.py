@@ -70,7 +70,7 @@ class Offer(NamedTuple):
 
     number: int  # as the reply says it
     void: bool = False  # of a model that has been replaced since
-    is_late: bool = False  # made before the last update ended; noted where ranks go in step
+    of_earlier_update: bool = False  # made before the last update ended; noted where ranks go in step
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ class GossipState:
     counts: Counter[str] = field(default_factory=Counter)  # for the metrics; whoever reads them may empty it
     owed: list[int] = field(default_factory=list)  # peers that this rank's model is to be sent to
     rounds_due: int = 1  # of sending, at the end of the next update
-    inbox: dict[int, float] = field(default_factory=dict)  # sender -> what its model counts
+    to_mix: dict[int, float] = field(default_factory=dict)  # models that came: sender -> its weight in the mix
     whole_came: bool = False  # of the models in the inbox, one is whole
     num_rejected: int = 0  # models since the last mix
     wants_whole: set[int] = field(default_factory=set)  # peers that could do nothing with a part
@@ -108,8 +108,8 @@ class GossipState:
     stale: set[int] = field(default_factory=set)  # peers whose next model may be as old as that of a rank that was away
     offers: dict[int, Offer] = field(default_factory=dict)  # to peers that have not replied
     answers: dict[int, float] = field(default_factory=dict)  # that came: the fraction to move by
-    answered_late: bool = False  # none of them is to an offer of this update
-    numbers: dict[int, int] = field(default_factory=dict)  # of the offers in the inbox
+    only_late_answers: bool = False  # each is to an offer of an earlier update
+    offer_numbers: dict[int, int] = field(default_factory=dict)  # of the offers to mix, by sender; replies repeat them
     refusing: set[int] = field(default_factory=set)  # peers that have refused this rank's last offer to them
     num_offers: int = 0  # made since the last update ended
 
@@ -141,4 +141,4 @@ class GossipState:
     def kept(self) -> ExchangeState:
         """Return what a checkpoint keeps of it."""
         budget = self.budget
-        return ExchangeState(budget.local_steps.tolist(), budget.base_steps, self.round, self.weight, budget.lost)
+        return ExchangeState(budget.steps_by_rank.tolist(), budget.base_steps, self.round, self.weight, budget.lost)

@@ -15,7 +15,7 @@ from typing import Any
 from pala.algorithms import ALGORITHMS
 from pala.config import Config, to_table
 from pala.config.facts import facts_of
-from pala.config.influence import differences, settings_that_matter
+from pala.config.influence import differences, follows_budget, settings_that_matter
 from pala.evaluation.record import final_evaluation
 from pala.lab.compare.plan import Planned
 from pala.report.runs import config_as_computed
@@ -31,7 +31,7 @@ def fingerprint(config: Config, ranks: int | None, own_environment: bool = False
     the precision, and the budget where no setting follows it."""
     facts, known = settings_that_matter(flatten(to_table(config))), facts_of(Config)
     decisive = {key: value for key, value in facts.items() if known[key].decides == "learning" and key not in _BESIDE}
-    if config.algorithm == "a2c" and config.a2c.follows_budget:
+    if follows_budget(config):
         decisive["total_steps"] = config.total_steps
     scored = [getattr(config.evaluation, key) for key in _scored_by(config)]
     text = json_text([sorted(decisive.items()), scored, ranks, own_environment, own_network])

@@ -201,7 +201,7 @@ class VirtualCluster(VirtualNetwork):
         rank.asleep = False
         rank.waiting = True
         rank.wait_began_s = self.now
-        rank.driver.take_place()
+        rank.driver.join()
         self._advance(rank)
 
     def _finish_update(self, rank: Rank) -> None:
