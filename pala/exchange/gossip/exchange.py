@@ -27,6 +27,7 @@ from pala.system.waiting import LongWait, wait_asleep
 
 if TYPE_CHECKING:
     from pala.exchange.gossip.sleeping import SleepingGossip
+    from pala.exchange.gossip.topology import Peers
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
@@ -48,13 +49,15 @@ class GossipExchange(ModelExchange):
         seed: int = 0,
         spares: int = 0,
         num_exact: int = 0,
+        own_topology: Peers | None = None,
         slept: SleepingGossip | None = None,
     ) -> None:
         """Send and hear from now on. Collective, except for a spare.
 
         `parameters`: flat, mixed in place, touched only on the learner's thread, between two rollouts; the last
         `num_exact` are never rounded or left out. `signature`: checksum of the network's layout, equal on all ranks.
-        `total_steps`: the budget of all ranks. `seed`: seed of the random topology. `start`: None for a spare that is
+        `total_steps`: the budget of all ranks. `seed`: seed of the random topology. `own_topology`: a
+        user's, in place of the named one. `start`: None for a spare that is
         needed, which continues with what it `slept` by, and has to `take_place`."""
         self._comm = comm
         self._parameters = parameters
@@ -64,7 +67,7 @@ class GossipExchange(ModelExchange):
         self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
         self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
         codec = make_codec(settings, parameters, num_exact)
-        protocol = make_protocol(Rules.of(settings, seed, codec.whole_every))
+        protocol = make_protocol(Rules.of(settings, seed, codec.whole_every, own_topology))
         wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes, protocol.kinds))
         models = TensorModels(parameters, codec, wire)
         self.message_bytes = wire.most_bytes

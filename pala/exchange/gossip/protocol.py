@@ -31,7 +31,6 @@ from pala.config.catalogue import RULES
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.messages import Accept, Action, Clear, Heal, Kind, Mix, SendControl
 from pala.exchange.gossip.state import GossipState, Rules
-from pala.exchange.gossip.topology import GRAPHS
 from pala.exchange.wire import Message
 
 
@@ -44,7 +43,7 @@ class GossipProtocol(abc.ABC):
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._mixing, self._graph = RULES[rules.mixing], GRAPHS[rules.topology]
+        self._mixing, self._peers = RULES[rules.mixing], rules.peers
 
     def new_state(self, budget: StepBudget, weight: float = 1.0, round_: int = 0) -> GossipState:
         """Return the state of a rank before its first update."""
@@ -324,7 +323,7 @@ class GossipProtocol(abc.ABC):
     # ---- rounds --------------------------------------------------------------------------------------------------
 
     def _models_a_round(self, s: GossipState) -> int:
-        return self._graph.num_in_peers(len(self._in_touch(s)))
+        return self._peers.num_in_peers(len(self._in_touch(s)))
 
     def _learn_pace(self, s: GossipState) -> None:
         """Learn from the last update's length how long updates take. A single long update, or a time that the rank was
@@ -339,7 +338,7 @@ class GossipProtocol(abc.ABC):
     def _next_peers(self, s: GossipState) -> tuple[int, ...]:
         """Begin a new round of sending; return its peers."""
         s.round += 1
-        return self._graph.out_peers(s.budget.rank, self._in_touch(s), s.round - 1, self.rules.seed)
+        return self._peers.out_peers(s.budget.rank, self._in_touch(s), s.round - 1, self.rules.seed)
 
     def _in_touch(self, s: GossipState) -> Sequence[int]:
         """Return the living without the silent. A peer whose model has come is not silent: it may wait for this rank's
