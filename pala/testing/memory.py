@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
+from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport, rank_of_thread
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import wait_asleep
@@ -53,7 +53,9 @@ def run_ranks(size: int, main: Callable[[MemoryCommunicator], T], faults: Iterab
 
     def run(rank: int) -> None:
         try:
-            results[rank] = main(MemoryCommunicator(world, rank))
+            comm = MemoryCommunicator(world, rank)
+            rank_of_thread.set(comm)
+            results[rank] = main(comm)
             world.say_that(rank, world.ended)
         except BaseException as error:  # handed to the caller
             results[rank] = error

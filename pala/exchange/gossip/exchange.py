@@ -63,6 +63,7 @@ class GossipExchange(ModelExchange):
         self._parameters = parameters
         self._interrupt = interrupt
         self._exchanges_between_steps = settings.exchanges_per_update > 1
+        self._is_closed = False  # by `average`
         self._stays = False  # it was told to leave, and has told others, but is there at the end
         self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
         self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
@@ -164,22 +165,64 @@ class GossipExchange(ModelExchange):
         if self._exchanges_between_steps and self._has_updated and self.driver.between_steps():
             self._transport.poll()  # off with the answers
 
+    def count(self, steps: int) -> None:
+        """Count an update from `steps` steps after which this rank exchanges nothing."""
+        with self.driver.lock:
+            budget = self._state.budget
+            budget.add_steps(steps)
+            if budget.stop is not Stop.NONE:
+                self.driver.end(budget.stop)
+        self._transport.poll()
+
+    def average(self, timeout_s: float | None) -> bool:
+        """Give all living ranks the average of their models, and let them continue. Collective: returns False if
+        another rank has come to the end instead; then the exchange is closed here, too."""
+        have_come = self._transport.meeting()
+
+        def all_are_here() -> bool:
+            self._transport.raise_failure()
+            if self._interrupt.signal is not None:
+                self.driver.end(Stop.SIGNAL)
+            return have_come()
+
+        wait_asleep(all_are_here, timeout_s, self._interrupt)
+        self.driver.be_quiet(True)
+        self._transport.pause(timeout_s, self._interrupt)
+        self.driver.restart()
+        if self._agree(timeout_s) is not Stop.NONE:
+            self._transport.free()
+            self._is_closed = True
+            return False
+        self._parameters.copy_(self.final_parameters(timeout_s))
+        with self.driver.lock:
+            self._state.healthy, self._state.returning, self._state.weight = True, False, 1.0
+        self.driver.be_quiet(False)
+        self._transport.start(self.driver)
+        return True
+
     def close(self, timeout_s: float) -> Stop:
-        self._transport.close(timeout_s, self._interrupt)
-        self.driver.finish()
+        if not self._is_closed:
+            self._transport.close(timeout_s, self._interrupt)
+            self.driver.finish()
+            self._agree(timeout_s)
+        return self._state.budget.stop
+
+    def _agree(self, timeout_s: float | None) -> Stop:
+        """Agree with the living ranks on the end, and on everyone's steps. Collective."""
         budget = self._state.budget
         has_left = self._state.has_left and not self._stays
         end = agree_on_end(self._comm, budget.stop, budget.local_steps, timeout_s, self._interrupt, has_left)
         for rank in set(budget.living) - set(end.living):
             budget.peer_died(rank)
-        budget.stayed(end.stayed)
+        if end.stop is not Stop.NONE:
+            budget.stayed(end.stayed)
         budget.merge(end.local_steps, end.stop)
         return end.stop
 
     def abandon(self) -> None:
         self._transport.abandon()
 
-    def final_parameters(self, timeout_s: float) -> Tensor:
+    def final_parameters(self, timeout_s: float | None) -> Tensor:
         # A model that was never trained, or is as old as the time that this rank was away, or has left, counts only if
         # all are.
         trained = self._has_updated or self._goes_on or self.heals > 0

@@ -164,6 +164,21 @@ class GossipProtocol(abc.ABC):
         """Mix whatever has come, and give no credit: all ranks have ended and nothing is in flight."""
         return self._mix(s, give_credit=False) if s.has_model or s.whole_came else []
 
+    def restart(self, s: GossipState) -> list[Action]:
+        """Mix whatever has come, and begin anew between two updates: nothing is in flight, and no rank expects an
+        answer. All living ranks do so together."""
+        actions = self.finish(s)
+        for peer in {*s.lock.held_since_s, *s.offers}:
+            actions += self._forget(s, peer)
+        s.owed.clear()
+        s.numbers.clear()
+        s.silent.clear()
+        s.refusing.clear()
+        s.staleness = s.num_rejected = 0
+        s.rounds_due = 1
+        s.whole_came = s.gave_up = s.answered_late = False
+        return actions
+
     def _begin_update(self, s: GossipState) -> None:
         if len(s.budget.living) == 1:  # nobody's model is newer; for a spare that joins it waits anew
             s.staleness = 0

@@ -32,8 +32,23 @@ class Peers(Protocol):
         """Return how many models complete one round of receiving."""
 
 
+class DirectedGraph(Protocol):
+    """A graph as networkx has it; `weight` of an edge is 1 if it has none."""
+
+    @property
+    def edges(self) -> Any:
+        """The edges; `edges(data="weight", default=1.0)` gives triples."""
+
+    def is_directed(self) -> bool:
+        """Return False if each edge goes both ways."""
+
+
 class OwnPeers(Peers, Protocol):
     """A user's own topology."""
+
+    @property
+    def likeness(self) -> object:
+        """A value that is equal for ranks that were given the same, as far as that can be told."""
 
     def check(self, size: int, by_pairs: bool) -> None:
         """Raise PalaError if `size` ranks could not reach a common model. `by_pairs`: both ranks of a pair move."""
@@ -59,6 +74,7 @@ class WeightedGraph:
             if rank != peer and weight > 0:
                 chosen.setdefault(rank, []).append((peer, weight))
         self._edges = {rank: _edges(peers) for rank, peers in chosen.items()}
+        self.likeness = self._edges
         self.ranks = {rank for edge in weights for rank in edge}
 
     def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
@@ -92,6 +108,7 @@ class PeersByFunction:
     def __init__(self, function: PeerFunction, by_pairs: bool) -> None:
         """`by_pairs`: a rank may have one peer in a round, not several."""
         self._function, self._by_pairs = function, by_pairs
+        self.likeness = "function"
 
     def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
         if len(living) == 1:
