@@ -145,6 +145,7 @@ class Gossip:
 
     def _begin(self, comm: Communicator, flat: FlatTensors) -> None:
         """Begin the exchange. Collective."""
+        self._living = range(comm.size)
         try:
             likeness = self._settings, self._every, self._own_topology and self._own_topology.likeness
             states = _begin_alike(comm, flat, likeness, self._loaded)
@@ -166,7 +167,6 @@ class Gossip:
                 num_exact=flat.num_exact,
                 own_topology=self._own_topology,
             )
-            self._living = self._exchange.living
         except CollectiveError:
             raise  # on every rank
         except BaseException as error:
