@@ -17,35 +17,45 @@ exchange (`pala/exchange/gossip/exchange.py`), so deaths, staleness and messages
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from signal import Signals
 from types import TracebackType
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from pala.comm.base import Communicator
-from pala.config import Config, ExchangeConfig, checked
+from pala.comm.agreement import collectively
+from pala.comm.base import Communicator, rank_of_thread
+from pala.config import A2CConfig, Config, ExchangeConfig, checked
+from pala.config.catalogue import RULES
 from pala.config.schema import CompressionName, MixingName, TopologyName
+from pala.exchange.base import average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.flat import FlatTensors, named_tensors, share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
+from pala.exchange.gossip.topology import DirectedGraph, PeerFunction, own_peers
+from pala.exchange.momentum import Momentum
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import Launch
 
-_CLOSE_S = 300.0  # how long a rank waits at the end for the slowest, as in training
-_LOOK_S = 0.1  # a rank that has left and cannot end yet looks this often whether training is over
+State = Mapping[str, Any] | None
+_CLOSE_S = 300.0  # how long a rank waits for the slowest where all meet, as in training
+_MOST_LOOKS = 10_000  # at `goes_on` without an update between them
+_open: set[int] = set()  # ranks of this process, which are threads in tests, that are inside a block
+
+Change = Literal["death", "leave", "heal"]
 
 
 class Gossip:
     """Averages a model with those of other ranks while each trains on its own. A context manager, used once.
 
-    Inside the block the model's parameters are views of one flat float32 vector: optimisers that were made before stay
-    valid, and in-place changes, such as `load_state_dict`, are fine; replacing a parameter's tensor is an error.
-    Floating-point buffers, such as BatchNorm's statistics, travel with the parameters and are never compressed; other
-    buffers do not travel. All ranks begin with rank 0's values.
+    Inside the block the model's float32 tensors are views of one flat vector, so optimisers that were made before stay
+    valid. Change tensors in place, as `load_state_dict` does; replacing one is an error. What travels: all parameters,
+    and the floating-point buffers of `state_dict`, such as BatchNorm's statistics, which are never compressed.
     """
 
     def __init__(
@@ -54,73 +64,123 @@ class Gossip:
         *,
         total_steps: int,
         mixing: MixingName = "paired",
-        topology: TopologyName = "auto",
+        topology: TopologyName | DirectedGraph | PeerFunction = "auto",
         compression: CompressionName = "none",
         max_staleness: int = 10,
         patience_s: float = 5.0,
+        momentum: float = 0.0,
+        every: int = 1,
         seed: int = 0,
+        on_change: Callable[[Change, int], object] | None = None,
         comm: Communicator | None = None,
     ) -> None:
         """Name the model and how ranks exchange it; nothing happens before the block begins.
 
-        `model`: a module, or tensors, float32 and all on one device. `total_steps`: the budget of all ranks together,
-        in the unit of `after_update(steps=...)`. `seed`: seed of the random topology, equal on all ranks. `comm`: the
-        ranks of a test (`pala.testing`); by default those of MPI. The other settings are those of `exchange` in
-        training. Raises PalaError for settings or tensors that cannot be used.
+        `model`: a module, or tensors, of float32, bfloat16 or float16, all on one device. `total_steps`: the budget of
+        all ranks together, in the unit of `after_update(steps=...)`. `topology`: a name, a networkx.DiGraph of ranks
+        whose weights say how probably each peer is chosen, or a function (rank, living ranks, round) -> peers.
+        `every`: updates of a rank from one exchange to the next. `seed`: seed of random peers. `on_change`: called
+        with a kind and a rank after an update, in which this rank heard of it: `death`, `leave`, or `heal` if its own
+        model was replaced by a peer's. `comm`: the ranks of a test. The others mean what they mean in training. Raises
+        PalaError for settings or tensors that cannot be used.
         """
         exchange = ExchangeConfig(
-            topology=topology,
+            topology=topology if isinstance(topology, str) else "auto",
             mixing=mixing,
             compression=compression,
             max_staleness=max_staleness,
             patience_s=patience_s,
         )
-        self._settings = checked(Config(total_steps=total_steps, seed=seed, exchange=exchange))
+        a2c = A2CConfig(momentum=momentum)
+        self._settings = checked(Config(total_steps=total_steps, seed=seed, exchange=exchange, a2c=a2c))
+        by_pairs = RULES[mixing].by_pairs
+        self._own_topology = None if isinstance(topology, str) else own_peers(topology, by_pairs)
+        self._every = _whole_number("every", every)
+        self._on_change = on_change
         self._named = named_tensors(model)
+        self._module = model if isinstance(model, nn.Module) else None
         self._comm = comm
         self._interrupt = Interrupt()
         self._stack = ExitStack()
         self._flat: FlatTensors | None = None
         self._exchange: GossipExchange | None = None  # none on a rank that is alone
+        self._momentum: Momentum | None = None
+        self._movement: Tensor | None = None  # momentum's
+        self._loaded: Mapping[str, Any] | None = None  # by `load_state_dict`
+        self._start = ExchangeState([])
+        self._updates = 0
         self._local_steps = 0
+        self._num_looks = 0  # at `goes_on` since the last update
+        self._living: Sequence[int] = ()  # of whom `on_change` knows
+        self._heals = 0
+        self._distance: float | None = None
         self._has_left = False
+        self._has_ended = False  # all have met for the last time
         self._is_mpi = False
 
     # ---- the block ---------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Gossip:
-        """Start MPI if this is a rank of several, and give all ranks rank 0's values. Collective. Raises PalaError."""
+        """Start MPI if this is a rank of several, and give all ranks one model to begin with: rank 0's, or if some have
+        loaded a state the average of theirs. Collective. Raises PalaError."""
         if self._flat is not None:
             raise PalaError("This Gossip was used before: make a new one for each block.")
         if self._comm is None:
-            self._comm = _ranks_of_mpi()
-            self._is_mpi = self._comm is not None
-        self._flat = flat = FlatTensors(*self._named)
-        self._stack.enter_context(self._interrupt.installed())
-        if self._comm is None or self._comm.size == 1:
-            return self
-        comm = self._comm
+            self._comm = rank_of_thread.get() or _ranks_of_mpi()
+            self._is_mpi = self._comm is not None and rank_of_thread.get() is None
+        if self._comm is not None and self._comm.interrupt is not None:
+            self._interrupt = self._comm.interrupt
+        self._flat = flat = FlatTensors(*self._named, self._module)
         with self._stack:
-            try:
-                _begin_alike(comm, flat, self._settings)
-                self._exchange = GossipExchange(
-                    comm,
-                    flat.data,
-                    flat.signature,
-                    self._settings.exchange,
-                    ExchangeState([0] * comm.size),
-                    self._interrupt,
-                    total_steps=self._settings.total_steps,
-                    seed=self._settings.seed,
-                    num_exact=flat.num_exact,
-                )
-            except CollectiveError:
-                raise  # on every rank
-            except BaseException as error:
-                self._fail(error)  # the other ranks would wait for this one
-                raise
+            self._stack.enter_context(_alone_in_block(self._comm))
+            self._stack.enter_context(self._interrupt.installed())
+            if self._settings.a2c.momentum:
+                self._begin_momentum(flat)
+            if self._comm is None or self._comm.size == 1:
+                self._start = _start_of(1, [self._loaded])
+            else:
+                self._begin(self._comm, flat)
             self._stack = self._stack.pop_all()  # all went well: the handlers of signals stay until the block ends
         return self
+
+    def _begin(self, comm: Communicator, flat: FlatTensors) -> None:
+        """Begin the exchange. Collective."""
+        self._living = range(comm.size)
+        try:
+            likeness = self._settings, self._every, self._own_topology and self._own_topology.likeness
+            states = _begin_alike(comm, flat, likeness, self._loaded)
+            if self._own_topology is not None:
+                by_pairs = RULES[self._settings.exchange.mixing].by_pairs
+                collectively(comm, partial(self._own_topology.check, comm.size, by_pairs))
+            self._start = _start_of(comm.size, states)
+            _share_model(comm, flat, [state is not None for state in states], self._interrupt)
+            flat.scatter()
+            self._exchange = GossipExchange(
+                comm,
+                flat.data,
+                flat.signature,
+                self._settings.exchange,
+                self._start,
+                self._interrupt,
+                total_steps=self._settings.total_steps,
+                seed=self._settings.seed,
+                num_exact=flat.num_exact,
+                own_topology=self._own_topology,
+            )
+        except CollectiveError:
+            raise  # on every rank
+        except BaseException as error:
+            self._fail(error)  # the other ranks would wait for this one
+            raise
+
+    def _begin_momentum(self, flat: FlatTensors) -> None:
+        settings, kept = self._settings.a2c, (self._loaded or {}).get("movement")
+        self._movement = torch.zeros_like(flat.learned)
+        if kept is not None:
+            if kept.shape != self._movement.shape:
+                raise PalaError("Gossip: the state that was loaded is of another model.")
+            self._movement.copy_(kept)
+        self._momentum = Momentum(flat.learned, settings.momentum, settings.momentum_smoothing, self._movement)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -150,12 +210,28 @@ class Gossip:
                 from pala.comm.mpi_process import leave_job
 
                 leave_job()  # the others take this rank for dead, so its process must end without MPI_Finalize
-            while exchange.stop is Stop.NONE and exchange.living and self._interrupt.signal is None:
-                time.sleep(_LOOK_S)  # this MPI needs every process until the job ends
+            while not self._has_ended:  # this MPI needs every process until the job ends
+                self._meet(exchange, None)
+        if self._updates == 0 and exchange.stop is Stop.NONE:
+            raise PalaError(
+                f"[rank {self.rank}] the block of `pala.Gossip` has ended without one `after_update`: call it on every "
+                "rank after each optimiser step."
+            )
         if exchange.stop is Stop.NONE:  # the user's loop ended before the budget: training ends on all ranks
             exchange.stop_now(Stop.CALLBACK)
-        exchange.close(_CLOSE_S)
+        if not self._has_ended:
+            self._meet(exchange, _CLOSE_S)
         self._flat.data.copy_(exchange.final_parameters(_CLOSE_S))
+        self._flat.scatter()
+        self._tell_changes(exchange)
+
+    def _meet(self, exchange: GossipExchange, timeout_s: float | None) -> bool:
+        """Average with all living ranks; False if training has ended on any of them. Collective."""
+        assert self._flat is not None
+        self._flat.gather()
+        self._has_ended = not exchange.average(timeout_s)
+        self._flat.scatter()
+        return not self._has_ended
 
     def _fail(self, error: BaseException) -> None:
         """End the job, or this rank alone where the others outlive it; of ranks that are threads, only its exchange."""
@@ -173,39 +249,87 @@ class Gossip:
     @property
     def goes_on(self) -> bool:
         """Whether to continue: False once all ranks together have made `total_steps`, or a signal or another rank ended
-        training."""
+        training. Raises PalaError if it is asked again and again without an update."""
+        self._num_looks += 1
+        if self._num_looks > _MOST_LOOKS:
+            raise PalaError(
+                f"[rank {self.rank}] 'goes_on' was asked {_MOST_LOOKS:,} times without an `after_update` between them: "
+                "call it on every rank after each optimiser step."
+            )
         if self._interrupt.signal is not None:
             if self._exchange is not None and self._exchange.stop is Stop.NONE:
                 self._exchange.stop_now(Stop.SIGNAL)
             return False
         if self._exchange is None:
-            return self._local_steps < self._settings.total_steps
-        if self._interrupt.leave_requested:
+            return self.global_steps < self._settings.total_steps
+        if self._interrupt.leave_requested and not self._has_ended:
             self._interrupt.leave_requested = False
             self._has_left = self._exchange.leave()
         return not self._has_left and self._exchange.stop is Stop.NONE
 
     def after_update(self, steps: int) -> None:
         """Send this rank's model and average in what peers sent, after an optimiser step. May wait, at most
-        `max_staleness` updates behind and `patience_s` for a peer.
+        `max_staleness` exchanges behind and `patience_s` for a peer. Not collective.
 
         `steps`: share of the budget that this update counts. A model that is not finite is replaced by a peer's. Raises
         PalaError if there is no finite model, or if a tensor of the model was replaced.
         """
-        if self._flat is None:
-            raise PalaError("Gossip: call 'after_update' inside the block `with pala.Gossip(...) as gossip:`.")
-        if type(steps) is not int or steps < 1:
-            raise PalaError(f"Gossip: 'steps' is {steps!r} but must be a whole number, 1 or more.")
-        self._flat.check_views()
+        flat = self._inside_block("after_update")
+        _whole_number("steps", steps)
+        flat.check()
+        self._updates += 1
         self._local_steps += steps
-        if self._exchange is None:
+        self._num_looks = 0
+        if self._momentum is not None:
+            flat.gather()
+            self._momentum.push_()
+            flat.scatter()
+        if self._exchange is not None and not self._has_ended:
+            self._exchange_model(self._exchange, flat, steps)
+        if self._comm is not None:
+            self._comm.on_count(self._updates)
+
+    def _exchange_model(self, exchange: GossipExchange, flat: FlatTensors, steps: int) -> None:
+        if self._updates % self._every:
+            exchange.count(steps)
             return
-        healthy = math.isfinite(float(self._flat.data.sum()))
-        if not self._exchange.after_update(steps, healthy) and self._exchange.stop is Stop.NONE:
+        flat.gather()
+        healthy = math.isfinite(float(flat.data.sum()))
+        if not exchange.after_update(steps, healthy) and exchange.stop is Stop.NONE:
             raise PalaError(
                 f"[rank {self.rank}] the model is not finite, and no peer has sent one that is. Lower the "
                 "learning rate."
             )
+        flat.scatter()
+        if self._momentum is not None and exchange.heals > self._heals:
+            self._momentum.restart()
+        self._tell_changes(exchange)
+
+    def _tell_changes(self, exchange: GossipExchange) -> None:
+        """Call `on_change` for what has happened since the last call."""
+        heals, self._heals = exchange.heals - self._heals, exchange.heals
+        before, self._living = self._living, exchange.living
+        if self._on_change is None:
+            return
+        if heals:
+            self._on_change("heal", self.rank)
+        if self._living is not before:
+            for rank in sorted(set(before) - set(self._living)):
+                self._on_change("leave" if rank in exchange.left else "death", rank)
+
+    def average(self) -> bool:
+        """Give all living ranks the average of their models, as for an evaluation between two updates. Collective:
+        waits for the slowest rank, at most 300 s. Returns False if training has ended on any rank; then `goes_on` is
+        False, too, and the end of the block averages. Raises EndError if the others do not come."""
+        self._inside_block("average")
+        if self._exchange is None:
+            return self.goes_on
+        return not self._has_ended and self._meet(self._exchange, _CLOSE_S)
+
+    def _inside_block(self, name: str) -> FlatTensors:
+        if self._flat is None:
+            raise PalaError(f"Gossip: call '{name}' inside the block `with pala.Gossip(...) as gossip:`.")
+        return self._flat
 
     # ---- what there is to know ---------------------------------------------------------------------------------------
 
@@ -227,12 +351,39 @@ class Gossip:
     @property
     def global_steps(self) -> int:
         """Steps of all ranks together, as far as this rank knows; exact after the block."""
-        return self._local_steps if self._exchange is None else self._exchange.global_steps
+        alone = self._start.global_steps + self._local_steps
+        return alone if self._exchange is None else self._exchange.global_steps
 
     @property
     def signal(self) -> Signals | None:
         """The signal that ended training on this rank, if one did: a script exits with 128 + its number."""
         return self._interrupt.signal
+
+    def consensus_distance(self) -> float | None:
+        """Return the L2 distance from this rank's model to those that came, sampled: measured at one of eight mixes
+        before it, and averaged since the last call. None before the first. Not collective."""
+        if self._exchange is not None:
+            measured = self._exchange.metrics()["consensus_distance"]
+            self._distance = self._distance if measured is None else measured
+        return self._distance
+
+    # ---- to continue later -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `torch.save` keeps beside the model's and the optimiser's own: steps of all ranks, the round, and
+        momentum's running mean. Not collective; a rank may load that of any other, of a job of any size."""
+        state = self._start if self._exchange is None else self._exchange.state()
+        movement = None if self._movement is None else self._movement.detach().cpu()
+        return {"global_steps": self.global_steps, "round": state.round, "movement": movement}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned, in the block that follows; load the model's before it, too. All
+        ranks begin with the average of the models of those that loaded a state. Not collective. Raises PalaError."""
+        if self._flat is not None:
+            raise PalaError("Gossip: call 'load_state_dict' before the block.")
+        if not {"global_steps", "round"} <= set(state):
+            raise PalaError(f"Gossip: a state has 'global_steps' and 'round', but this one has {sorted(state)}.")
+        self._loaded = dict(state)
 
 
 def _ranks_of_mpi() -> Communicator | None:
@@ -246,9 +397,32 @@ def _ranks_of_mpi() -> Communicator | None:
     return start_mpi()
 
 
-def _begin_alike(comm: Communicator, flat: FlatTensors, settings: Config) -> None:
-    """Give all ranks rank 0's values. Collective. Raises CollectiveError if a rank has another model or setting."""
-    all_settings = comm.allgather(settings)
+@contextmanager
+def _alone_in_block(comm: Communicator | None) -> Iterator[None]:
+    """Raise PalaError if this rank is inside a block already: two exchanges would talk through one MPI."""
+    key = id(comm) if rank_of_thread.get() is not None else 0
+    if key in _open:
+        raise PalaError(
+            "Two blocks of `pala.Gossip` are open at once. For two models give one Gossip the tensors of both: "
+            "`pala.Gossip([*first.parameters(), *second.parameters()], ...)`."
+        )
+    _open.add(key)
+    try:
+        yield
+    finally:
+        _open.discard(key)
+
+
+def _whole_number(name: str, value: int) -> int:
+    if type(value) is not int or value < 1:
+        raise PalaError(f"Gossip: '{name}' is {value!r} but must be a whole number, 1 or more.")
+    return value
+
+
+def _begin_alike(comm: Communicator, flat: FlatTensors, likeness: object, state: State) -> list[State]:
+    """Return the states that ranks have loaded, by rank. Collective. Raises CollectiveError if a rank has another model
+    or setting."""
+    all_settings = comm.allgather(likeness)
     if other := [rank for rank, given in enumerate(all_settings) if given != all_settings[0]]:
         raise CollectiveError(f"Gossip of rank {other[0]} has other settings than rank 0: give all ranks the same.")
     signatures = comm.allgather((flat.signature, flat.data.numel()))
@@ -257,4 +431,26 @@ def _begin_alike(comm: Communicator, flat: FlatTensors, settings: Config) -> Non
             f"The model of rank {unlike[0]} has {signatures[unlike[0]][1]:,} numbers in tensors that are not those of "
             f"rank 0 ({signatures[0][1]:,} numbers): give all ranks a model of the same layout."
         )
-    share_tensors(comm, [flat.data], flat.data)
+    return comm.allgather(None if state is None else {key: state[key] for key in ("global_steps", "round")})
+
+
+def _start_of(size: int, states: Sequence[State]) -> ExchangeState:
+    """Return where an exchange of this many ranks begins: with the most that any loaded state knows."""
+    loaded = [state for state in states if state is not None]
+    steps = max((state["global_steps"] for state in loaded), default=0)
+    return ExchangeState([0] * size, steps, max((state["round"] for state in loaded), default=0))
+
+
+def _share_model(comm: Communicator, flat: FlatTensors, has_loaded: Sequence[bool], interrupt: Interrupt) -> None:
+    """Give all ranks the model to begin with: rank 0's, or the average of those that were loaded. Collective. Raises
+    CollectiveError if it is not finite."""
+    if any(has_loaded):
+        counts = has_loaded[comm.rank]
+        flat.data.copy_(average_of_ranks(comm, flat.data, 1.0, counts, _CLOSE_S, interrupt))
+    else:
+        share_tensors(comm, [flat.data], flat.data)
+    if name := flat.not_finite():
+        raise CollectiveError(
+            f"'{name}' of the model that all ranks begin with is not finite. A mask of infinities is a buffer for "
+            "`register_buffer(..., persistent=False)`, which does not travel."
+        )

@@ -16,9 +16,9 @@ import torch
 
 from pala.comm.base import Communicator
 from pala.config import ExchangeConfig, catalogue
+from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.budget import ExchangeState, Stop
-from pala.exchange.gossip.topology import GRAPHS
 from pala.exchange.shared_memory import SharedMemory
 from pala.run.checkpoint import load_policy
 from pala.system.errors import PalaError
@@ -92,7 +92,7 @@ def mix_in_step(comm: Communicator, topology: str, senders: list[list[int]]) -> 
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_shared_memory_mixes_by_galas_formula(each_standing: StandingRanks, topology: str, tmp_path: Path) -> None:
     """In step (staleness 0): x <- (x + sum of in-peers) / (1 + k), against the formula in float64."""
-    senders = [[i for i in range(4) if rank in GRAPHS[topology].out_peers(i, range(4), 0, 0)] for rank in range(4)]
+    senders = [[i for i in range(4) if rank in TOPOLOGIES[topology].out_peers(i, range(4), 0, 0)] for rank in range(4)]
     each_standing.run(4, mix_in_step, topology, senders, cwd=tmp_path)
 
 

@@ -11,11 +11,11 @@ from explorer import explore, planted
 from explorer.explore import Explored, Explorer
 from explorer.states import Case, Mode, freeze
 from explorer.world import State, World
+from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.gossip.canonical import canonical
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.paired import Paired
 from pala.exchange.gossip.protocol import GossipProtocol
-from pala.exchange.gossip.topology import GRAPHS
 from pala.system.errors import PalaError
 from support.helpers import slow_but_for
 
@@ -179,7 +179,7 @@ def test_push_sum_of_three_ranks_computes_with_exact_weights() -> None:
 
 def test_every_choice_of_the_rounds_that_an_event_may_begin_is_tried() -> None:
     assert [len(Case(n, "random").first_rounds) for n in (2, 3, 4, 5)] == [0, 2, 6, 12]
-    offset = GRAPHS["random"].offset
+    offset = TOPOLOGIES["random"].offset
     assert offset is not None
     rounds = Case(3, "random", max_staleness=0).first_rounds  # a rank may owe for as many as there are ranks
     assert len({tuple(offset(3, round_ + k, 0) for k in range(3)) for round_ in rounds}) == 2**3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +15,12 @@ from pala.gossip import Gossip
 from pala.system.errors import PalaError
 from pala.testing.faults import fail_at_message
 from pala.testing.memory import MemoryCommunicator, run_ranks
+from support.gossip_loops import add, on_ranks, train, zeros
 from support.mpi import Launcher
 
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 4, 2))
-
-
-def count_up(model: nn.Module) -> None:
-    """Let an update add 1 to every parameter, and nothing else happen."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-
-
-def zeros() -> nn.Module:
-    model = nn.Linear(3, 2)
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    return model
-
-
-def train(
-    comm: MemoryCommunicator | None, total_steps: int, model: nn.Module | None = None, **settings: Any
-) -> tuple[nn.Module, Gossip, int]:
-    """Count up until the ranks have made their steps; return the model, its gossip and this rank's updates."""
-    model, updates = model if model is not None else zeros(), 0
-    with Gossip(model, total_steps=total_steps, comm=comm, **settings) as gossip:
-        while gossip.goes_on:
-            count_up(model)
-            updates += 1
-            gossip.after_update(steps=1)
-    return model, gossip, updates
-
-
-def on_ranks(size: int, main: Callable[[MemoryCommunicator], Any], *faults: Any) -> list[Any]:
-    results = run_ranks(size, main, faults)
-    for result in results:
-        if isinstance(result, BaseException) and not faults:
-            raise result
-    return results
 
 
 def test_alone_it_only_counts() -> None:
@@ -107,7 +72,7 @@ def test_a_model_that_is_not_finite_is_replaced_by_a_peers() -> None:
         model, updates = zeros(), 0
         with Gossip(model, total_steps=200, comm=comm) as gossip:
             while gossip.goes_on:
-                count_up(model)
+                add(model)
                 updates += 1
                 if comm.rank == 1 and updates == 5:
                     model.get_parameter("weight").data.fill_(float("nan"))
@@ -132,7 +97,7 @@ def test_a_loop_that_ends_early_ends_all() -> None:
         model = zeros()
         with Gossip(model, total_steps=10**9, comm=comm) as gossip:
             while gossip.goes_on:
-                count_up(model)
+                add(model)
                 gossip.after_update(steps=1)
                 if comm.rank == 2 and gossip.global_steps > 100:
                     break
@@ -164,7 +129,7 @@ def test_an_exception_inside_the_block_is_raised_and_the_others_go_on() -> None:
         model = zeros()
         with Gossip(model, total_steps=200, comm=comm) as gossip:
             while gossip.goes_on:
-                count_up(model)
+                add(model)
                 if comm.rank == 0 and gossip.global_steps > 20:
                     raise ValueError("of the user's")
                 gossip.after_update(steps=1)
@@ -188,7 +153,7 @@ def test_a_tensor_that_is_replaced_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("model", "settings", "words"),
     [
-        (nn.Linear(2, 2).double(), {}, "only float32"),
+        (nn.Linear(2, 2).double(), {}, "only float32, bfloat16 and float16"),
         ([], {}, "no parameters"),
         (nn.Linear(2, 2), {"total_steps": 0}, "total_steps"),
         (nn.Linear(2, 2), {"mixing": "median"}, "mixing"),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pala.a2c.momentum import Momentum
 from pala.config import Config
+from pala.exchange.momentum import Momentum
 from pala.exchange.none import NoExchange
 from pala.system import blocks
 from support.learning import BATCH, Run, configured

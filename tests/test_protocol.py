@@ -10,10 +10,10 @@ import itertools
 import numpy as np
 import pytest
 
+from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.messages import Accept, Action, Clear, GoOn, Heal, Kind, Mix, SendControl, SendModel, Wait
 from pala.exchange.gossip.one_way import OneWay
-from pala.exchange.gossip.topology import GRAPHS
 from support.gossip import Rank, credit_came, message, mixed, model_came, protocol, sent_to, told, update, waits
 from support.helpers import slow_but_for
 
@@ -54,7 +54,7 @@ def cluster_of(n: int, topology: str, mixing: str, seed: int = 1, **options) -> 
     return [protocol(i, n, **rules, **options) for i in range(n)]
 
 
-@pytest.mark.parametrize("topology", GRAPHS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("mixing", ALIKE)
 @pytest.mark.parametrize("n", SIZES)
 def test_in_lockstep_the_mixing_matrix_is_the_topologys_and_keeps_the_mean(topology: str, mixing: str, n: int) -> None:
@@ -62,7 +62,7 @@ def test_in_lockstep_the_mixing_matrix_is_the_topologys_and_keeps_the_mean(topol
     for round_ in range(12):
         expected = np.eye(n)
         for rank in range(n):
-            for peer in GRAPHS[topology].out_peers(rank, range(n), round_, seed=1):
+            for peer in TOPOLOGIES[topology].out_peers(rank, range(n), round_, seed=1):
                 expected[peer, rank] += 1
         expected /= expected.sum(axis=1, keepdims=True)
         W = lockstep(ranks)

@@ -47,10 +47,10 @@ from explorer.planted import (
     WaitsOneUpdateTooLate,
 )
 from explorer.schedules import MIXINGS, NETWORKS, STALENESS, InvariantError, MakeProtocol, check, pushed, schedule
+from pala.config import catalogue
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.protocol import GossipProtocol
-from pala.exchange.gossip.topology import GRAPHS
 from pala.lab.simulate.scenario import Scenario
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from support import REPOSITORY
@@ -66,7 +66,7 @@ reproducible = settings(derandomize=True, deadline=None, max_examples=30)
 
 ORDINARY = NETWORKS["ordinary"]
 ALL_MIXINGS = (*MIXINGS, "paired")
-TOPOLOGIES = list(GRAPHS)
+TOPOLOGIES = list(catalogue.TOPOLOGIES)
 TOPOLOGIES_OF = {mixing: [t for t in TOPOLOGIES if (mixing, t) != ("paired", "complete")] for mixing in ALL_MIXINGS}
 TOPOLOGIES_AND_MIXINGS = [(topology, mixing) for mixing in ALL_MIXINGS for topology in TOPOLOGIES_OF[mixing]]
 

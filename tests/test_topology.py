@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from pala.config import ExchangeConfig
-from pala.config.catalogue import RULES
+from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.exchange.budget import broadcast_peers
 from pala.exchange.gossip.codecs import CODECS
-from pala.exchange.gossip.topology import GRAPHS
 
 SIZES = [1, 2, 3, 5, 8, 13, 16]
 
@@ -22,30 +21,30 @@ def mixing_matrix(topology: str, living: list[int], round_: int, seed: int = 1) 
     n = len(living)
     W = np.eye(n)
     for place, rank in enumerate(living):
-        for peer in GRAPHS[topology].out_peers(rank, living, round_, seed):
+        for peer in TOPOLOGIES[topology].out_peers(rank, living, round_, seed):
             W[living.index(peer), place] += 1
     return W / W.sum(axis=1, keepdims=True)
 
 
-@pytest.mark.parametrize("topology", GRAPHS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("n", SIZES)
 def test_every_rank_receives_as_many_as_it_sends(topology: str, n: int) -> None:
     for living in (list(range(n)), [3 * rank + 1 for rank in range(n)]):  # the second: with gaps, as after deaths
         for round_ in range(200):
-            sent = {rank: GRAPHS[topology].out_peers(rank, living, round_, seed=7) for rank in living}
+            sent = {rank: TOPOLOGIES[topology].out_peers(rank, living, round_, seed=7) for rank in living}
             received = Counter(peer for peers in sent.values() for peer in peers)
             for rank, peers in sent.items():
                 assert rank not in peers and set(peers) <= set(living) and len(set(peers)) == len(peers)
-                assert len(peers) == received[rank] == GRAPHS[topology].num_in_peers(n)
+                assert len(peers) == received[rank] == TOPOLOGIES[topology].num_in_peers(n)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 13, 16])
 def test_random_peers_are_uniform_and_all_ranks_agree(n: int) -> None:
     num_rounds = 4000
-    offsets = [(GRAPHS["random"].out_peers(0, range(n), r, seed=3)[0]) % n for r in range(num_rounds)]
+    offsets = [(TOPOLOGIES["random"].out_peers(0, range(n), r, seed=3)[0]) % n for r in range(num_rounds)]
     for rank in range(n):
         assert offsets == [
-            (GRAPHS["random"].out_peers(rank, range(n), r, seed=3)[0] - rank) % n for r in range(num_rounds)
+            (TOPOLOGIES["random"].out_peers(rank, range(n), r, seed=3)[0] - rank) % n for r in range(num_rounds)
         ]
     counts = Counter(offsets)
     expected = num_rounds / (n - 1)
@@ -57,7 +56,8 @@ def test_random_peers_are_uniform_and_all_ranks_agree(n: int) -> None:
 def test_random_rounds_and_seeds_are_independent() -> None:
     n, num_rounds = 9, 4000
     streams = [
-        [GRAPHS["random"].out_peers(0, range(n), r, seed)[0] for r in range(num_rounds)] for seed in (1, 2, 2**63 - 1)
+        [TOPOLOGIES["random"].out_peers(0, range(n), r, seed)[0] for r in range(num_rounds)]
+        for seed in (1, 2, 2**63 - 1)
     ]
     pairs = [(streams[0], streams[1]), (streams[1], streams[2]), (streams[0][1:], streams[0][:-1])]
     for a, b in pairs:
@@ -76,7 +76,7 @@ def test_exponential_gives_the_exact_mean_in_log2_n_rounds(n: int, start: int) -
 
 @pytest.mark.parametrize("n", [3, 5, 6, 13, 100])
 def test_exponential_visits_every_power_of_two_below_n(n: int) -> None:
-    offsets = [GRAPHS["exponential"].out_peers(0, range(n), round_, seed=0)[0] for round_ in range(20)]
+    offsets = [TOPOLOGIES["exponential"].out_peers(0, range(n), round_, seed=0)[0] for round_ in range(20)]
     period = (n - 1).bit_length()
     assert offsets[:period] == [1 << k for k in range(period)] and offsets[period - 1] < n
     assert offsets == (offsets[:period] * 20)[:20]
@@ -148,11 +148,11 @@ def test_a_broadcast_goes_around_one_rank_whose_death_nobody_knows_of(n: int) ->
 
 def test_an_unknown_topology_is_an_error() -> None:
     with pytest.raises(KeyError):
-        GRAPHS["star"].out_peers(0, range(3), 0, 0)
+        TOPOLOGIES["star"].out_peers(0, range(3), 0, 0)
 
 
 def test_the_configuration_offers_every_topology_mixing_rule_and_codec() -> None:
     hints = typing.get_type_hints(ExchangeConfig)
-    assert set(typing.get_args(hints["topology"])) == {"auto", *GRAPHS}
+    assert set(typing.get_args(hints["topology"])) == {"auto", *TOPOLOGIES}
     assert typing.get_args(hints["mixing"]) == tuple(RULES)
     assert typing.get_args(hints["compression"]) == tuple(CODECS)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pala.config.catalogue import RULES, kind_of
-from pala.exchange.gossip.topology import GRAPHS
+from pala.config.catalogue import RULES, TOPOLOGIES, kind_of
 
 if TYPE_CHECKING:
     from pala.config import ExchangeConfig
@@ -21,7 +20,7 @@ def kept_by_mixing(exchange: ExchangeConfig, ranks: int) -> float:
     """
     if RULES[exchange.mixing].by_pairs:
         return 1.0
-    others = GRAPHS[exchange.graph].num_in_peers(ranks)
+    others = TOPOLOGIES[exchange.graph].num_in_peers(ranks)
     return 1 / (1 + _MODEL_AGE_UPDATES * others / (1 + others))
 
 

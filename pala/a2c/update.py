@@ -16,8 +16,8 @@ from pala.networks.optimisers import clip_gradient_, rmsprop_
 from pala.networks.tape import Tape
 
 if TYPE_CHECKING:
-    from pala.a2c.momentum import Momentum
     from pala.a2c.normalization import Normalization
+    from pala.exchange.momentum import Momentum
 
 _NORM_HORIZON = 100  # updates
 
@@ -133,7 +133,7 @@ class A2C:
         self._num_norms = 0  # in that
         self._momentum: Momentum | None = None
         if config.momentum:
-            from pala.a2c.momentum import Momentum
+            from pala.exchange.momentum import Momentum
 
             self._mean_move = torch.zeros_like(flat.data)
             mean = self._mean_move[: flat.num_learned]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from pala.system.errors import EndError
@@ -100,7 +101,8 @@ class Receiver(abc.ABC):
 
 
 class Transport(abc.ABC):
-    """Messages of one rank. Making one is collective, closing it too; nothing else here is, and nothing waits."""
+    """Messages of one rank. Making one is collective, pausing and closing it too; nothing else here is, and nothing
+    waits."""
 
     @abc.abstractmethod
     def start(self, receiver: Receiver) -> None:
@@ -135,6 +137,17 @@ class Transport(abc.ABC):
 
     def hurry(self, waiting: bool) -> None:  # noqa: B027
         """Set whether this rank's learner is waiting for a message. Any thread."""
+
+    def meeting(self) -> Callable[[], bool]:
+        """Begin to wait for all living ranks, while messages come and go, and return a function that says whether they
+        have come. Collective."""
+        return lambda: True
+
+    def pause(self, timeout_s: float | None, interrupt: Interrupt) -> None:  # noqa: B027
+        """Do as `close`, but `start` may follow. Meanwhile the communicator may be used. Collective."""
+
+    def free(self) -> None:  # noqa: B027
+        """Give back what a paused transport holds: it will not start again. Collective."""
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:  # noqa: B027
         """Receive what is still coming until every living rank has closed; the receiver sends nothing any more.
@@ -202,13 +215,18 @@ class Survivors(abc.ABC):
 class Communicator(abc.ABC):
     """The ranks of one job. Every method says whether it is collective; a collective one waits asleep for the slowest.
 
-    From the start of a transport to its end the transport alone communicates: meanwhile only `facts`, `detach` and
-    `outlives_ranks` may be called."""
+    From the start of a transport to its pause or end the transport alone communicates: meanwhile only `facts`, `detach`
+    and `outlives_ranks` may be called."""
 
     rank: int
     size: int
+    interrupt: Interrupt | None = None
+    """Flags that signals set, of ranks that are threads; a process has handlers instead."""
     host: str
     """Name of the host that this rank is on."""
+
+    def on_count(self, updates: int) -> None:  # noqa: B027
+        """Note that this rank has made this number of updates: in tests faults by script happen then."""
 
     def watch_signals(self, interrupt: Interrupt) -> None:  # noqa: B027
         """Let a signal end the waits of this communicator, after a while, by an EndError. Not collective."""
@@ -283,3 +301,7 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:
         """Return run.json's facts of the library below: `mpi`, `mpi_standard`, `mpi_thread_level`. Not collective."""
+
+
+rank_of_thread: ContextVar[Communicator | None] = ContextVar("rank_of_thread", default=None)
+"""The rank that this thread is, where ranks are threads of one process (`pala.testing`)."""

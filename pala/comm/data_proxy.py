@@ -17,6 +17,7 @@ late when it comes.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,6 +71,20 @@ class DataProxy(ThreadedTransport):
         if waiting:
             self._wake.set()
 
+    def meeting(self) -> Callable[[], bool]:
+        with self._polling:
+            barrier = Barrier(self._comm)
+
+        def have_come() -> bool:
+            with self._polling:
+                return barrier.done()
+
+        return have_come
+
+    def free(self) -> None:
+        if not self._deaths.ranks:  # it would have to be freed by all
+            self._comm.Free()
+
     def _poll_until_closed(self) -> None:
         barrier: Barrier | None = None
         busy_s = _BUSY_SLEEP_S
@@ -82,8 +97,6 @@ class DataProxy(ThreadedTransport):
                 if self._closing and barrier is None and not (self._bulk_outbox or self._small_outbox or self._sends):
                     barrier = Barrier(self._comm)
                 if barrier is not None and not self._receives and barrier.done():  # a send is done when it is met
-                    if not self._deaths.ranks:  # it would have to be freed by all
-                        self._comm.Free()
                     return
             busy_s = _BUSY_SLEEP_S if moved else min(2 * busy_s, _IDLE_SLEEP_S)  # the longer, the slower the link is
             sleep_s = busy_s if moved or self._receives else _IDLE_SLEEP_S

@@ -22,7 +22,8 @@ class ThreadedTransport(Transport):
     def __init__(self, name: str) -> None:
         self.failure: BaseException | None = None
         self._receiver: Receiver
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._thread = threading.Thread()  # of the last `start`
         self._bulk_outbox: deque[tuple[int, Packet]] = deque()
         self._small_outbox: deque[tuple[int, Packet]] = deque()
         self._wake = threading.Event()
@@ -37,6 +38,8 @@ class ThreadedTransport(Transport):
         """Report messages and deaths to `receiver` from now on, on the thread that polls; `on_tick` always on the
         transport's own."""
         self._receiver = receiver
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def now_s(self) -> float:
@@ -62,6 +65,10 @@ class ThreadedTransport(Transport):
             return self._num_pending == 0
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:
+        self.pause(timeout_s, interrupt)
+        self.free()
+
+    def pause(self, timeout_s: float | None, interrupt: Interrupt) -> None:
         self._closing = True
         self._wake.set()
 

@@ -6,7 +6,7 @@ Programs ask a row instead of comparing names. `pala/exchange/` makes what the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -119,14 +119,73 @@ RULES: Mapping[str, MixingRule] = {rule.name: rule for rule in _RULES}
 
 @dataclass(frozen=True)
 class Topology:
-    """A value of `exchange.topology`: the peers of each rank in each round."""
+    """A value of `exchange.topology`: the peers of each rank in each round, as a pure function.
+
+    All are regular: when every living rank is in the same round, every rank receives exactly as many models as it
+    sends, so the mixing matrix is doubly stochastic and averaging keeps the mean.
+
+    | topology | peers in a round | spread |
+    |---|---|---|
+    | `random` | one: all shift by the same random offset | variance halves a round, in expectation |
+    | `ring` | one: the next rank | shrinks with cos(pi/n), slow for many ranks |
+    | `exponential` | one: the rank 1, 2, 4, ... further on | exact mean after log2 n rounds if n is a power of two |
+    | `complete` | everybody | exact mean after one round |
+
+    In `random`, each peer is uniformly random, and every rank receives exactly one model a round. `exponential` is the
+    one-peer exponential graph of Ying et al. 2021 (arXiv 2110.13363). A user's own: `exchange/gossip/topology.py`.
+    """
 
     name: str
-    to_all: bool = False
-    """A rank sends to all others in each round, not to one."""
+    offset: Callable[[int, int, int], int] | None = None
+    """(number of living ranks, round, seed) -> how much further on the one peer is, the same for all ranks; None: a
+    rank sends to everybody."""
+
+    @property
+    def to_all(self) -> bool:
+        """Whether a rank sends to all others in each round, not to one."""
+        return self.offset is None
+
+    def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
+        """Return the ranks to which `rank` sends in its round `round_`. `living`: sorted ranks, `rank` among them."""
+        n = len(living)
+        if n == 1:
+            return ()
+        if self.offset is None:
+            return tuple(peer for peer in living if peer != rank)
+        return (living[(living.index(rank) + self.offset(n, round_, seed)) % n],)
+
+    def num_in_peers(self, num_living: int) -> int:
+        """Return how many models complete one round of receiving."""
+        return num_living - 1 if self.offset is None else min(1, num_living - 1)
 
 
-_TOPOLOGIES = (Topology("random"), Topology("ring"), Topology("exponential"), Topology("complete", to_all=True))
+def _random(n: int, round_: int, seed: int) -> int:
+    return 1 + random_bits(seed, round_) % (n - 1)
+
+
+def _ring(n: int, round_: int, seed: int) -> int:
+    return 1
+
+
+def _exponential(n: int, round_: int, seed: int) -> int:
+    return 1 << (round_ % (n - 1).bit_length())
+
+
+def random_bits(seed: int, number: int) -> int:
+    """Return splitmix64 of (seed, number): 64 bits, cheap, stateless, equal on every rank."""
+    mask = (1 << 64) - 1
+    z = (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+_TOPOLOGIES = (
+    Topology("random", _random),
+    Topology("ring", _ring),
+    Topology("exponential", _exponential),
+    Topology("complete"),
+)
 TOPOLOGIES: Mapping[str, Topology] = {topology.name: topology for topology in _TOPOLOGIES}
 
 

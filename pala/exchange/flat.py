@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pala.comm.base import Communicator
 from pala.system.errors import CollectiveError, PalaError
@@ -15,54 +16,127 @@ from pala.system.errors import CollectiveError, PalaError
 Named = list[tuple[str, Tensor]]
 
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def named_tensors(model: nn.Module | Iterable[Tensor]) -> tuple[Named, Named]:
-    """Return a model's parameters and its floating-point buffers, by name. Raises PalaError for tensors that one
-    float32 vector cannot hold."""
+    """Return a model's parameters, and those of its buffers that travel, by name: floating-point ones that its
+    `state_dict` holds. Raises PalaError for tensors that cannot be exchanged."""
     buffers: Named = []
     if isinstance(model, nn.Module):
         parameters: Named = list(model.named_parameters())
-        buffers = [(name, buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+        kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        named = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) in kept]
+        buffers = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
     else:
         parameters = [(f"tensor {number}", tensor) for number, tensor in enumerate(model)]
     if not parameters:
         raise PalaError("The model has no parameters to exchange.")
-    first, device = parameters[0][0], parameters[0][1].device
-    for name, tensor in [*parameters, *buffers]:
-        if tensor.dtype is not torch.float32:
-            raise PalaError(f"'{name}' of the model is of type {tensor.dtype}, but only float32 can be exchanged.")
-        if tensor.device != device:
-            raise PalaError(f"'{name}' of the model is on {tensor.device}, but '{first}' is on {device}; move one.")
+    for name, tensor in parameters:
+        if not isinstance(tensor, Tensor):
+            raise PalaError(f"'{name}' is a {type(tensor).__name__}: give a torch module, or tensors.")
+    _check_tensors([*parameters, *buffers])
     return parameters, buffers
 
 
-class FlatTensors:
-    """One contiguous float32 vector of a model's tensors, which become views of it."""
+def _check_tensors(named: Named) -> None:
+    """Raise PalaError for a tensor that no flat vector can stand in for."""
+    first, device = named[0][0], named[0][1].device
+    places: dict[int, str] = {}
+    for name, tensor in named:
+        if is_lazy(tensor):
+            raise PalaError(f"'{name}' of the model has no shape yet; call the model once before `pala.Gossip`.")
+        if tensor.dtype not in _TYPES:
+            raise PalaError(
+                f"'{name}' of the model is of type {tensor.dtype}, but only float32, bfloat16 and float16 can be "
+                "exchanged; convert the model, or leave the tensor out of the list."
+            )
+        if tensor.device != device:
+            raise PalaError(f"'{name}' of the model is on {tensor.device}, but '{first}' is on {device}; move one.")
+        other = places.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        if other != name:
+            raise PalaError(f"'{name}' and '{other}' of the model lie in the same memory; give it once.")
 
-    def __init__(self, parameters: Named, buffers: Named) -> None:
-        """Copy the tensors into the vector, `buffers` last, and put views of it in their places."""
+
+class FlatTensors:
+    """One contiguous float32 vector of a model's tensors. Those of float32 become views of it.
+
+    Tensors of fewer bits stay where they are: the vector holds them in float32, and what rounding takes from them. A
+    small move of the exchange, less than their last bit, is thus not lost, but adds up.
+    """
+
+    def __init__(self, parameters: Named, buffers: Named, owner: nn.Module | None = None) -> None:
+        """Copy the tensors into the vector, `buffers` last, and put views of it in their places. `owner`: the module
+        whose tensors they are."""
         named = [*parameters, *buffers]
         self.num_exact = sum(buffer.numel() for _, buffer in buffers)
         self.signature = signature_of(named)
         self.data = torch.empty(sum(tensor.numel() for _, tensor in named), device=named[0][1].device)
         self._views: list[tuple[str, Tensor, Tensor]] = []
+        self._rounded: list[tuple[str, Tensor, Tensor]] = []  # and where the vector has them
+        self._owners = _owners(owner, {id(tensor) for _, tensor in named})
         offset = 0
         for name, tensor in named:
             part = self.data[offset : offset + tensor.numel()]
             is_channels_last = tensor.dim() == 4 and tensor.stride(1) == 1 and tensor.size(1) > 1
             view = shaped(part, tensor.shape, is_channels_last)
             view.copy_(tensor.detach())
-            tensor.data = view
-            self._views.append((name, tensor, view))
+            if tensor.dtype is torch.float32:
+                tensor.data = view
+                self._views.append((name, tensor, view))
+            else:
+                self._rounded.append((name, tensor, view))
             offset += tensor.numel()
 
-    def check_views(self) -> None:
-        """Raise PalaError if a tensor of the model is no longer a view of the vector."""
+    @property
+    def learned(self) -> Tensor:
+        """The part of the vector that holds parameters, without buffers."""
+        return self.data[: len(self.data) - self.num_exact]
+
+    def gather(self) -> None:
+        """Take over by how much the tensors of fewer bits have changed since `scatter`."""
+        for _, tensor, inside in self._rounded:
+            inside.add_(tensor.detach().to(torch.float32).sub_(inside.to(tensor.dtype)))
+
+    def scatter(self) -> None:
+        """Round the vector's values into the tensors of fewer bits."""
+        for _, tensor, inside in self._rounded:
+            tensor.detach().copy_(inside)
+
+    def check(self) -> None:
+        """Raise PalaError if a tensor of the model is no longer the one that is exchanged, or has another shape."""
         for name, tensor, view in self._views:
             if tensor.data_ptr() != view.data_ptr() or tensor.shape != view.shape:
-                raise PalaError(
-                    f"'{name}' of the model has another tensor since the block began, so it would not be exchanged. "
-                    "Change it in place: `with torch.no_grad(): parameter.copy_(...)`."
-                )
+                raise _replaced(name)
+        for name, tensor, inside in self._rounded:
+            if tensor.shape != inside.shape:
+                raise _replaced(name)
+        for module, name, tensor in self._owners:
+            if getattr(module, name, None) is not tensor:
+                raise _replaced(name)
+
+    def not_finite(self) -> str:
+        """Return the name of a tensor for which the vector holds NaN or infinity; "" if there is none."""
+        named = [*self._views, *self._rounded]
+        return next((name for name, _, inside in named if not bool(inside.isfinite().all())), "")
+
+
+def _owners(owner: nn.Module | None, ids: set[int]) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return in which module and under which name each of these tensors lies."""
+    modules = owner.modules() if owner is not None else ()
+    return [
+        (module, name, tensor)
+        for module in modules
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if id(tensor) in ids
+    ]
+
+
+def _replaced(name: str) -> PalaError:
+    return PalaError(
+        f"'{name}' of the model has another tensor or shape since the block began, so it would not be exchanged. "
+        "Change it in place: `with torch.no_grad(): parameter.copy_(...)`."
+    )
 
 
 def shaped(flat: Tensor, shape: torch.Size, is_channels_last: bool) -> Tensor:
@@ -86,7 +160,7 @@ def share_tensors(comm: Communicator, tensors: Iterable[Tensor], checked: Tensor
         host = tensor.cpu().numpy()
         comm.bcast_array(host, root)
         tensor.copy_(torch.from_numpy(host))
-    checksums = comm.allgather(zlib.crc32(checked.detach().cpu().numpy().tobytes()))
+    checksums = comm.allgather(zlib.crc32(checked.detach().cpu().numpy().data))
     wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]
     if wrong:
         raise CollectiveError(

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from pala.comm.base import Communicator
 from pala.config import ExchangeConfig
+from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import MIXES_A_MEASUREMENT
-from pala.exchange.gossip.topology import GRAPHS
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import LongWait, wait_asleep
@@ -104,7 +104,7 @@ class SharedMemory(ModelExchange):
         self._budget_steps = budget_steps
         self._base_steps = start.base_steps
         everybody = range(comm.size)
-        graph = GRAPHS[config.graph]
+        graph = TOPOLOGIES[config.graph]
         self._out = list(graph.out_peers(comm.rank, everybody, 0, 0))
         self._in = [rank for rank in everybody if comm.rank in graph.out_peers(rank, everybody, 0, 0)]
         self._window = Window(comm, parameters.numel(), start.steps_by_rank[self._rank])

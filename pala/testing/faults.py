@@ -71,6 +71,11 @@ def signal_at(rank: int, update: int, signal: Signals = SIGUSR1) -> Fault:
     return AtUpdate(rank, update, lambda comm: setattr(comm.interrupt, "signal", signal))
 
 
+def leave_at(rank: int, update: int) -> Fault:
+    """Send the rank the signal by which it leaves a job that continues."""
+    return AtUpdate(rank, update, lambda comm: setattr(comm.interrupt, "leave_requested", True))
+
+
 def drop(sender: int, receiver: int, n: int) -> Fault:
     """Lose the n-th bulk message between the two."""
     return OnTheWay(sender, receiver, n, lambda data: None)

@@ -1,5 +1,7 @@
 """Ranks as threads of one process, with faults by script: whole trainings in a second, without MPI.
 
+A loop with `pala.Gossip` needs no more than `run_ranks`. Other trainings are told of their rank and its faults:
+
     from pala.job.rank import run_rank
     from pala.job.request import Request
     from pala.testing.faults import drop, fail_at
@@ -26,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
+from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport, rank_of_thread
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import wait_asleep
@@ -47,13 +49,20 @@ class _MemberDiedError(Exception):
 
 
 def run_ranks(size: int, main: Callable[[MemoryCommunicator], T], faults: Iterable[Fault] = ()) -> list[Any]:
-    """Call `main(communicator)` for each rank on a thread of its own; returns what they return or raise, by rank."""
+    """Call `main(comm)` for each rank on a thread of its own; return what each returned, or raised, by rank.
+
+    `comm` has the rank's number, `comm.rank`, and the number of ranks, `comm.size`. A `pala.Gossip` inside `main` finds
+    it by itself. `faults`: what happens to whom (`pala.testing.faults`); updates are counted by `after_update`. Torch's
+    global random numbers are those of all threads: seed a `torch.Generator` by the rank.
+    """
     world = _World(size, list(faults))
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = main(MemoryCommunicator(world, rank))
+            comm = MemoryCommunicator(world, rank)
+            rank_of_thread.set(comm)
+            results[rank] = main(comm)
             world.say_that(rank, world.ended)
         except BaseException as error:  # handed to the caller
             results[rank] = error

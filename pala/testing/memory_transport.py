@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,10 +35,10 @@ class Channel:
     def __init__(self, size: int) -> None:
         self.mailboxes: list[deque[_Message]] = [deque() for _ in range(size)]
         self.wakes = [threading.Event() for _ in range(size)]
-        self.closed: set[int] = set()  # ranks from which nothing more will come
+        self.closings = Counter[int]()  # by rank: how often it has closed or paused
 
     def close(self, rank: int) -> None:
-        self.closed.add(rank)
+        self.closings[rank] += 1
         for wake in self.wakes:
             wake.set()
 
@@ -53,14 +54,26 @@ class MemoryTransport(ThreadedTransport):
         self._channel = channel
         self._deaths, self._wake = comm.deaths(of_transport=True), channel.wakes[comm.rank]
         self._sends: list[_Message] = []  # on their way
+        self._num_closings, self._num_meetings = 0, 0  # begun
         self._num_sent, self._num_bulk = 0, Counter[int]()  # messages; bulk messages by peer
 
     def start(self, receiver: Receiver) -> None:
         self._world.in_transport.add(self._rank)
         super().start(receiver)
 
-    def close(self, timeout_s: float, interrupt: Interrupt) -> None:
-        super().close(timeout_s, interrupt)
+    def meeting(self) -> Callable[[], bool]:
+        self._num_meetings += 1
+        round_ = self._world.join(self._channel, self._num_meetings, self._rank, None)
+
+        def have_come() -> bool:
+            self._comm.end_if_dead()
+            return self._world.living_have_come(round_, range(self._world.size))
+
+        return have_come
+
+    def pause(self, timeout_s: float | None, interrupt: Interrupt) -> None:
+        self._num_closings += 1
+        super().pause(timeout_s, interrupt)
         self._world.in_transport.discard(self._rank)
 
     def abandon(self) -> None:
@@ -90,13 +103,17 @@ class MemoryTransport(ThreadedTransport):
                 moved = self._poll()
                 on_their_way = any(message.peer not in self._world.ended for message in self._sends)
                 nothing_left = not (self._bulk_outbox or self._small_outbox or on_their_way)
-                if self._closing and nothing_left and self._rank not in self._channel.closed:
+                if self._closing and nothing_left and self._channel.closings[self._rank] < self._num_closings:
                     self._channel.close(self._rank)
-                if self._closing and self._channel.closed | self._world.gone >= set(range(self._world.size)):
+                if self._closing and self._all_have_closed():
                     return
             if not moved:
                 self._wake.wait(TICK_S)
                 self._wake.clear()
+
+    def _all_have_closed(self) -> bool:
+        open_ = [rank for rank in range(self._world.size) if self._channel.closings[rank] < self._num_closings]
+        return self._world.gone.issuperset(open_)
 
     def _poll(self) -> bool:
         for rank in self._deaths.look():

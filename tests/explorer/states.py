@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pala.config.catalogue import RULES
+from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.canonical import FIRST_ROUND, OFFER
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
@@ -22,7 +22,6 @@ from pala.exchange.gossip.paired import ANY
 from pala.exchange.gossip.process_lock import ProcessLock
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState, Rules
-from pala.exchange.gossip.topology import GRAPHS
 
 AGAIN_S, PATIENCE_S = 1.0, 1000.0
 CURRENT, STALE = OFFER, OFFER + 1
@@ -119,7 +118,7 @@ class Case:
             return []
         num_rounds = self.ranks if self.max_staleness == 0 else 1
         num_choices = math.lcm(*range(1, self.ranks)) ** num_rounds  # the offsets are the rests of one number
-        offset = GRAPHS["random"].offset
+        offset = TOPOLOGIES["random"].offset
         assert offset is not None
         found: dict[tuple[int, ...], int] = {}
         round_ = FIRST_ROUND

@@ -184,6 +184,7 @@ class GossipDriver(Receiver):
         self.counts: Counter[str] = Counter()  # for the metrics; whoever reads them may empty it
         self.distances: list[Any] = []
         self.heals = 0
+        self._is_quiet = False
         self._num_asked = 0  # times that a mix could have been measured
         self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
         self.offers: dict[int, Snapshot] = {}  # open ones, by the peer that is to answer
@@ -256,6 +257,17 @@ class GossipDriver(Receiver):
         with self.lock:
             self._perform(self.protocol.leave(self.state))
 
+    def restart(self) -> None:
+        """Begin anew after the transport has paused, when no rank expects anything of another. Collective."""
+        with self.lock:
+            self.models.settle()
+            self._perform(self.protocol.restart(self.state))
+
+    def be_quiet(self, quiet: bool) -> None:
+        """Send nothing more, while the transport pauses, or send again: all ranks do, so no answer is missed."""
+        with self.lock:
+            self._is_quiet = quiet
+
     def finish(self) -> None:
         """Mix whatever has come, after the transport has closed."""
         with self.lock:
@@ -312,6 +324,8 @@ class GossipDriver(Receiver):
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
+            if self._is_quiet and isinstance(action, (SendControl, SendModel)):
+                continue
             if isinstance(action, SendControl):
                 self._send_control(action)
             elif isinstance(action, SendModel):

@@ -27,6 +27,7 @@ from pala.system.waiting import LongWait, wait_asleep
 
 if TYPE_CHECKING:
     from pala.exchange.gossip.sleeping import SleepingGossip
+    from pala.exchange.gossip.topology import Peers
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
@@ -48,23 +49,26 @@ class GossipExchange(ModelExchange):
         seed: int = 0,
         spares: int = 0,
         num_exact: int = 0,
+        own_topology: Peers | None = None,
         slept: SleepingGossip | None = None,
     ) -> None:
         """Send and hear from now on. Collective, except for a spare.
 
         `parameters`: flat, mixed in place, touched only on the learner's thread, between two rollouts; the last
         `num_exact` are never rounded or left out. `signature`: checksum of the network's layout, equal on all ranks.
-        `total_steps`: the budget of all ranks. `seed`: seed of the random topology. `start`: None for a spare that is
-        needed, which continues with what it `slept` by, and has to `join`."""
+        `total_steps`: the budget of all ranks. `seed`: seed of the random topology. `own_topology`: a user's, in place
+        of the named one. `start`: None for a spare that is needed, which continues with what it `slept` by, and has to
+        `join`."""
         self._comm = comm
         self._parameters = parameters
         self._interrupt = interrupt
         self._exchanges_between_steps = settings.exchanges_per_update > 1
+        self._is_closed = False  # by `average`
         self._stays = False  # it was told to leave, and has told others, but is there at the end
         self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
         self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
         codec = make_codec(settings, parameters, num_exact)
-        protocol = make_protocol(Rules.of(settings, seed, codec.whole_every))
+        protocol = make_protocol(Rules.of(settings, seed, codec.whole_every, own_topology))
         wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes, protocol.kinds))
         models = TensorModels(parameters, codec, wire)
         self.message_bytes = wire.most_bytes
@@ -161,22 +165,64 @@ class GossipExchange(ModelExchange):
         if self._exchanges_between_steps and self._has_updated and self.driver.between_steps():
             self._transport.poll()  # off with the answers
 
+    def count(self, steps: int) -> None:
+        """Count an update from `steps` steps after which this rank exchanges nothing."""
+        with self.driver.lock:
+            budget = self._state.budget
+            budget.add_steps(steps)
+            if budget.stop is not Stop.NONE:
+                self.driver.end(budget.stop)
+        self._transport.poll()
+
+    def average(self, timeout_s: float | None) -> bool:
+        """Give all living ranks the average of their models, and let them continue. Collective: returns False if
+        another rank has come to the end instead; then the exchange is closed here, too."""
+        have_come = self._transport.meeting()
+
+        def all_are_here() -> bool:
+            self._transport.raise_failure()
+            if self._interrupt.signal is not None:
+                self.driver.end(Stop.SIGNAL)
+            return have_come()
+
+        wait_asleep(all_are_here, timeout_s, self._interrupt)
+        self.driver.be_quiet(True)
+        self._transport.pause(timeout_s, self._interrupt)
+        self.driver.restart()
+        if self._agree(timeout_s) is not Stop.NONE:
+            self._transport.free()
+            self._is_closed = True
+            return False
+        self._parameters.copy_(self.final_parameters(timeout_s))
+        with self.driver.lock:
+            self._state.healthy, self._state.returning, self._state.weight = True, False, 1.0
+        self.driver.be_quiet(False)
+        self._transport.start(self.driver)
+        return True
+
     def close(self, timeout_s: float) -> Stop:
-        self._transport.close(timeout_s, self._interrupt)
-        self.driver.finish()
+        if not self._is_closed:
+            self._transport.close(timeout_s, self._interrupt)
+            self.driver.finish()
+            self._agree(timeout_s)
+        return self._state.budget.stop
+
+    def _agree(self, timeout_s: float | None) -> Stop:
+        """Agree with the living ranks on the end, and on everyone's steps. Collective."""
         budget = self._state.budget
         has_left = self._state.has_left and not self._stays
         end = agree_on_end(self._comm, budget.stop, budget.steps_by_rank, timeout_s, self._interrupt, has_left)
         for rank in set(budget.living) - set(end.living):
             budget.peer_died(rank)
-        budget.stayed(end.stayed)
+        if end.stop is not Stop.NONE:
+            budget.stayed(end.stayed)
         budget.merge(end.steps_by_rank, end.stop)
         return end.stop
 
     def abandon(self) -> None:
         self._transport.abandon()
 
-    def final_parameters(self, timeout_s: float) -> Tensor:
+    def final_parameters(self, timeout_s: float | None) -> Tensor:
         # A model that was never trained, or is as old as the time that this rank was away, or has left, counts only if
         # all are.
         trained = self._has_updated or self._goes_on or self.heals > 0

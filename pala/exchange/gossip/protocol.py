@@ -31,7 +31,6 @@ from pala.config.catalogue import RULES
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.messages import Accept, Action, Clear, Heal, Kind, Mix, SendControl
 from pala.exchange.gossip.state import GossipState, Rules
-from pala.exchange.gossip.topology import GRAPHS
 from pala.exchange.wire import Message
 
 
@@ -44,7 +43,7 @@ class GossipProtocol(abc.ABC):
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._mixing, self._graph = RULES[rules.mixing], GRAPHS[rules.topology]
+        self._mixing, self._peers = RULES[rules.mixing], rules.peers
 
     def new_state(self, budget: StepBudget, weight: float = 1.0, round_: int = 0) -> GossipState:
         """Return the state of a rank before its first update."""
@@ -164,6 +163,21 @@ class GossipProtocol(abc.ABC):
     def finish(self, s: GossipState) -> list[Action]:
         """Mix whatever has come, and give no credit: all ranks have ended and nothing is in flight."""
         return self._mix(s, give_credit=False) if s.has_model or s.whole_came else []
+
+    def restart(self, s: GossipState) -> list[Action]:
+        """Mix whatever has come, and begin anew between two updates: nothing is in flight, and no rank expects an
+        answer. All living ranks do so together."""
+        actions = self.finish(s)
+        for peer in {*s.lock.held_since_s, *s.offers}:
+            actions += self._forget(s, peer)
+        s.owed.clear()
+        s.offer_numbers.clear()
+        s.silent.clear()
+        s.refusing.clear()
+        s.staleness = s.num_rejected = 0
+        s.rounds_due = 1
+        s.whole_came = s.gave_up = s.only_late_answers = False
+        return actions
 
     def _begin_update(self, s: GossipState) -> None:
         if len(s.budget.living) == 1:  # nobody's model is newer; for a spare that joins it waits anew
@@ -324,7 +338,7 @@ class GossipProtocol(abc.ABC):
     # ---- rounds --------------------------------------------------------------------------------------------------
 
     def _models_a_round(self, s: GossipState) -> int:
-        return self._graph.num_in_peers(len(self._in_touch(s)))
+        return self._peers.num_in_peers(len(self._in_touch(s)))
 
     def _learn_pace(self, s: GossipState) -> None:
         """Learn from the last update's length how long updates take. A single long update, or a time that the rank was
@@ -339,7 +353,7 @@ class GossipProtocol(abc.ABC):
     def _next_peers(self, s: GossipState) -> tuple[int, ...]:
         """Begin a new round of sending; return its peers."""
         s.round += 1
-        return self._graph.out_peers(s.budget.rank, self._in_touch(s), s.round - 1, self.rules.seed)
+        return self._peers.out_peers(s.budget.rank, self._in_touch(s), s.round - 1, self.rules.seed)
 
     def _in_touch(self, s: GossipState) -> Sequence[int]:
         """Return the living without the silent. A peer whose model has come is not silent: it may wait for this rank's

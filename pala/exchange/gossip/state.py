@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from pala.config.catalogue import RULES
+from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.exchange.budget import ExchangeState, StepBudget
 from pala.exchange.gossip.process_lock import ProcessLock
 from pala.system.seeding import derive
 
 if TYPE_CHECKING:
     from pala.config import ExchangeConfig
+    from pala.exchange.gossip.topology import Peers
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,11 @@ class Rules:
     """Offers that a rank may make in an update of the paired exchange. With more than one, ranks offer, answer and
     move between two steps of a rollout, too."""
     mixing: str = "uniform"
+    own_topology: Peers | None = None
+    """A user's own, in place of the named one."""
 
     @classmethod
-    def of(cls, exchange: ExchangeConfig, seed: int, whole_every: int) -> Rules:
+    def of(cls, exchange: ExchangeConfig, seed: int, whole_every: int, own_topology: Peers | None = None) -> Rules:
         """Return the rules of a run with this seed. `whole_every`: the codec's."""
         return cls(
             exchange.graph,
@@ -52,7 +55,13 @@ class Rules:
             patience_s=exchange.patience_s,
             exchanges_per_update=exchange.exchanges_per_update,
             mixing=exchange.mixing,
+            own_topology=own_topology,
         )
+
+    @property
+    def peers(self) -> Peers:
+        """The topology."""
+        return self.own_topology or TOPOLOGIES[self.topology]
 
     @property
     def debts_stay(self) -> bool:

@@ -1,72 +1,218 @@
-"""Topologies: the peers of a rank as pure functions of (rank, living ranks, round, seed). No MPI, no torch.
+"""Topologies of a user's own, beside the named ones (`pala/config/catalogue.py`). Pure: no MPI, no torch, no networkx.
 
-All four graphs are regular: when every living rank is in the same round, every rank receives exactly as many models
-as it sends, so the mixing matrix is doubly stochastic and averaging keeps the mean.
-
-| topology | peers in a round | spread |
-|---|---|---|
-| `random` | one: all shift by the same random offset | variance halves a round, in expectation |
-| `ring` | one: the next rank | shrinks with cos(pi/n), slow for many ranks |
-| `exponential` | one: the rank 1, 2, 4, ... further on | exact mean after log2 n rounds if n is a power of two |
-| `complete` | everybody | exact mean after one round |
-
-In `random`, each peer is uniformly random, and every rank receives exactly one model a round. `exponential` is the
-one-peer exponential graph of Ying et al. 2021 (arXiv 2110.13363).
+`WeightedGraph` chooses each peer at random by the weights of a graph; `PeersByFunction` asks a function. Both are
+checked before training (`check`): models must be able to reach each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+from pala.config.catalogue import TOPOLOGIES, random_bits
+from pala.system.errors import PalaError
+
+PeerFunction = Callable[[int, Sequence[int], int], int | Iterable[int]]
+"""(rank, living ranks, round) -> the peer or peers that the rank sends to in this round of its own."""
+
+_MOST_HOPS = 64  # from a dead rank to the next; more than any walk takes unless nobody can be reached
+_MOST_ROUNDS = 64  # in which a function must have named every connection that is needed
 
 
-@dataclass(frozen=True)
-class Graph:
-    """A topology's peers: one a round, or all."""
-
-    offset: Callable[[int, int, int], int] | None = None
-    """(number of living ranks, round, seed) -> how much further on the one peer is, the same for all ranks; None: a
-    rank sends to everybody."""
+class Peers(Protocol):
+    """The peers of each rank in each round: a named topology, or a user's own."""
 
     def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
         """Return the ranks to which `rank` sends in its round `round_`. `living`: sorted ranks, `rank` among them."""
-        n = len(living)
-        if n == 1:
-            return ()
-        if self.offset is None:
-            return tuple(peer for peer in living if peer != rank)
-        return (living[(living.index(rank) + self.offset(n, round_, seed)) % n],)
 
     def num_in_peers(self, num_living: int) -> int:
         """Return how many models complete one round of receiving."""
-        return num_living - 1 if self.offset is None else min(1, num_living - 1)
 
 
-def _random(n: int, round_: int, seed: int) -> int:
-    return 1 + _hash(seed, round_) % (n - 1)
+class DirectedGraph(Protocol):
+    """A graph as networkx has it; `weight` of an edge is 1 if it has none."""
+
+    @property
+    def edges(self) -> Any:
+        """The edges; `edges(data="weight", default=1.0)` gives triples."""
+
+    def is_directed(self) -> bool:
+        """Return False if each edge goes both ways."""
 
 
-def _ring(n: int, round_: int, seed: int) -> int:
-    return 1
+class OwnPeers(Peers, Protocol):
+    """A user's own topology."""
+
+    @property
+    def likeness(self) -> object:
+        """A value that is equal for ranks that were given the same, as far as that can be told."""
+
+    def check(self, size: int, by_pairs: bool) -> None:
+        """Raise PalaError if `size` ranks could not reach a common model. `by_pairs`: both ranks of a pair move."""
 
 
-def _exponential(n: int, round_: int, seed: int) -> int:
-    return 1 << (round_ % (n - 1).bit_length())
+class _Edges(NamedTuple):
+    """The peers that a rank chooses from, and the sums of their probabilities up to each; the last is 1."""
+
+    peers: tuple[int, ...] = ()
+    sums: tuple[float, ...] = ()
 
 
-GRAPHS: Mapping[str, Graph] = {
-    "random": Graph(_random),
-    "ring": Graph(_ring),
-    "exponential": Graph(_exponential),
-    "complete": Graph(),
-}
-"""By the names of `exchange.topology`."""
+class WeightedGraph:
+    """A directed graph whose weights say how probably a rank chooses each peer, anew in each round.
+
+    A dead peer's place is taken by one of its own peers, chosen likewise: who is connected stays connected.
+    """
+
+    def __init__(self, weights: Mapping[tuple[int, int], float]) -> None:
+        """`weights`: (rank, peer) -> weight, 0 or more; of each rank they are divided by their sum."""
+        chosen: dict[int, list[tuple[int, float]]] = {}
+        for (rank, peer), weight in sorted(weights.items()):
+            if rank != peer and weight > 0:
+                chosen.setdefault(rank, []).append((peer, weight))
+        self._edges = {rank: _edges(peers) for rank, peers in chosen.items()}
+        self.likeness = self._edges
+        self.ranks = {rank for edge in weights for rank in edge}
+
+    def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
+        if rank not in self._edges or len(living) == 1:
+            return ()
+        there, place, draw = set(living), rank, random_bits(random_bits(seed, round_), rank)
+        for hop in range(_MOST_HOPS):
+            peers, sums = self._edges.get(place, _Edges())
+            if not peers:
+                break
+            share = random_bits(draw, hop) / 2**64
+            place = next(peer for peer, total in zip(peers, sums, strict=True) if share < total)
+            if place in there and place != rank:
+                return (place,)
+        return TOPOLOGIES["random"].out_peers(rank, living, round_, seed)  # the dead were its only way to the others
+
+    def num_in_peers(self, num_living: int) -> int:
+        return min(1, num_living - 1)
+
+    def check(self, size: int, by_pairs: bool) -> None:
+        if unknown := self.ranks - set(range(size)):
+            raise PalaError(
+                f"Gossip: a node of 'topology' is {min(unknown)}, but the nodes must be the ranks 0 to {size - 1}."
+            )
+        _check_connected({rank: set(edges.peers) for rank, edges in self._edges.items()}, size, by_pairs)
 
 
-def _hash(seed: int, round_: int) -> int:
-    """Return splitmix64 of (seed, round): cheap, stateless, equal on every rank."""
-    mask = (1 << 64) - 1
-    z = (seed * 0x9E3779B97F4A7C15 + round_ * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
+class PeersByFunction:
+    """The peers that a user's function names."""
+
+    def __init__(self, function: PeerFunction, by_pairs: bool) -> None:
+        """`by_pairs`: a rank may have one peer in a round, not several."""
+        self._function, self._by_pairs = function, by_pairs
+        self.likeness = "function"
+
+    def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
+        if len(living) == 1:
+            return ()
+        named = self._function(rank, living, round_)
+        try:
+            peers = tuple(map(operator.index, named)) if isinstance(named, Iterable) else (operator.index(named),)
+        except TypeError:
+            peers = (rank,)  # which it may not be
+        if not set(peers) <= set(living) - {rank} or len(set(peers)) < len(peers):
+            raise PalaError(
+                f"Gossip: 'topology' gave {named!r} for rank {rank} in round {round_}, but must give other ranks of "
+                f"the living {list(living)}, each once."
+            )
+        if self._by_pairs and len(peers) > 1:
+            raise PalaError(
+                f"Gossip: 'topology' gave {named!r} for rank {rank} in round {round_}, but with 'mixing' 'paired' a "
+                "rank has one peer in a round; give one, or set 'mixing' to 'uniform'."
+            )
+        return peers
+
+    def num_in_peers(self, num_living: int) -> int:
+        return min(1, num_living - 1)
+
+    def check(self, size: int, by_pairs: bool) -> None:
+        edges: dict[int, set[int]] = {rank: set() for rank in range(size)}
+        for round_ in range(_MOST_ROUNDS):
+            for rank in range(size):
+                edges[rank].update(self.out_peers(rank, range(size), round_, 0))
+            if round_.bit_count() <= 1 and _unreached(edges, size, by_pairs) is None:
+                return
+        _check_connected(edges, size, by_pairs, f" in the first {_MOST_ROUNDS} rounds")
+
+
+def own_peers(topology: Any, by_pairs: bool) -> OwnPeers:
+    """Return the topology that a user gave: a graph as networkx has it, whose nodes are ranks, or a function. Raises
+    PalaError for anything else."""
+    if hasattr(topology, "edges") and hasattr(topology, "is_directed"):
+        return _from_networkx(topology)
+    if callable(topology):
+        return PeersByFunction(topology, by_pairs)
+    raise PalaError(
+        f"Gossip: 'topology' is {topology!r}, but must be one of {', '.join(map(repr, ('auto', *TOPOLOGIES)))}, a "
+        "networkx.DiGraph, or a function (rank, living ranks, round) -> peers."
+    )
+
+
+def _from_networkx(graph: Any) -> WeightedGraph:
+    weights: dict[tuple[int, int], float] = {}
+    for rank, peer, weight in graph.edges(data="weight", default=1.0):
+        if type(rank) is not int or type(peer) is not int:
+            raise PalaError(
+                f"Gossip: an edge of 'topology' is ({rank!r}, {peer!r}), but nodes must be ranks: 0, 1, ..."
+            )
+        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
+            raise PalaError(
+                f"Gossip: the edge ({rank}, {peer}) of 'topology' has the weight {weight!r}, not 0 or more."
+            )
+        weights[rank, peer] = float(weight)
+        if not graph.is_directed():
+            weights[peer, rank] = float(weight)
+    return WeightedGraph(weights)
+
+
+def _edges(peers: Sequence[tuple[int, float]]) -> _Edges:
+    total = sum(weight for _, weight in peers)
+    sums = tuple(accumulate(weight / total for _, weight in peers))
+    return _Edges(tuple(peer for peer, _ in peers), (*sums[:-1], 1.0))
+
+
+def _check_connected(edges: Mapping[int, set[int]], size: int, by_pairs: bool, when: str = "") -> None:
+    """Raise PalaError if the models of all ranks cannot become one over these edges."""
+    if (unreached := _unreached(edges, size, by_pairs)) is None:
+        return
+    start, end = unreached
+    between = f"between rank {start} and rank {end}" if by_pairs else f"from rank {start} to rank {end}"
+    raise PalaError(
+        f"Gossip: 'topology' has no way {between}{when}, so the ranks would never have a common model; add edges."
+    )
+
+
+def _unreached(edges: Mapping[int, set[int]], size: int, by_pairs: bool) -> tuple[int, int] | None:
+    """Return two ranks of which the second gets nothing from the first, not even through others; None if there are
+    none. In pairs models go both ways."""
+    back: dict[int, set[int]] = {}
+    for rank, peers in edges.items():
+        for peer in peers:
+            back.setdefault(peer, set()).add(rank)
+    if by_pairs:
+        both = {rank: edges.get(rank, set()) | back.get(rank, set()) for rank in range(size)}
+        missing = set(range(size)) - _reached(both)
+        return (0, min(missing)) if missing else None
+    if missing := set(range(size)) - _reached(edges):
+        return (0, min(missing))
+    if missing := set(range(size)) - _reached(back):
+        return (min(missing), 0)
+    return None
+
+
+def _reached(edges: Mapping[int, set[int]]) -> set[int]:
+    """Return the ranks that can be reached from rank 0."""
+    found, waiting = {0}, [0]
+    while waiting:
+        fresh = edges.get(waiting.pop(), set()) - found
+        found |= fresh
+        waiting += fresh
+    return found

@@ -1,0 +1,231 @@
+"""`pala.Gossip` used wrongly: one clear error, and no rank that waits for ever."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pala.gossip import Gossip
+from pala.system.errors import PalaError
+from pala.testing import fail_at, leave_at, run_ranks
+from pala.testing.memory import MemoryCommunicator
+from support import REPOSITORY
+from support.gossip_loops import add, on_ranks, train, zeros
+from support.mpi import Launcher
+
+
+def test_two_blocks_at_a_time() -> None:
+    first, second = Gossip(zeros(), total_steps=5), Gossip(zeros(), total_steps=5)
+    with first, pytest.raises(PalaError, match="open at once"), second:
+        raise AssertionError("the second block must not begin")
+    with Gossip(zeros(), total_steps=5) as gossip:  # one after the other
+        assert gossip.goes_on
+
+
+def test_two_blocks_at_a_time_on_ranks() -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        with Gossip(zeros(), total_steps=5, comm=comm), Gossip(zeros(), total_steps=5, comm=comm):
+            raise AssertionError("the second block must not begin")
+
+    for error in run_ranks(2, main):
+        assert isinstance(error, PalaError) and "open at once" in str(error)
+
+
+def replace_data(model: nn.Linear) -> None:
+    model.weight.data = torch.zeros(2, 3)
+
+
+def replace_parameter(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.zeros(2, 3))
+
+
+def reshape(model: nn.Linear) -> None:
+    model.weight.data = model.weight.data.view(3, 2)
+
+
+def to_half(model: nn.Linear) -> None:
+    model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [replace_data, replace_parameter, reshape, to_half])
+def test_a_tensor_that_is_replaced_or_changes_its_shape(change: Callable[[nn.Linear], None]) -> None:
+    """The rank that does so ends with an error, the others go on."""
+
+    def main(comm: MemoryCommunicator) -> int:
+        model = nn.Linear(3, 2)
+        with Gossip(model, total_steps=200, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                if comm.rank == 1 and gossip.global_steps > 20:
+                    change(model)
+                gossip.after_update(steps=1)
+        return gossip.global_steps
+
+    first, error, last = run_ranks(3, main)
+    assert isinstance(error, PalaError) and "'weight' of the model has another tensor or shape" in str(error)
+    assert first == last >= 200
+
+
+def test_a_bfloat16_tensor_that_changes_its_shape() -> None:
+    model = nn.Linear(3, 2).to(torch.bfloat16)
+    with pytest.raises(PalaError, match="'bias' of the model"), Gossip(model, total_steps=5) as gossip:
+        model.bias.data = torch.zeros(1, 2, dtype=torch.bfloat16)
+        gossip.after_update(steps=1)
+
+
+def test_updates_on_one_rank_only() -> None:
+    """The rank that looks whether to continue again and again is told so; the other trains on."""
+
+    def main(comm: MemoryCommunicator) -> int:
+        model = zeros()
+        with Gossip(model, total_steps=10**9 if comm.size == 2 else 50, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                if comm.rank == 0:
+                    gossip.after_update(steps=1)
+                    if list(gossip.living) == [0]:
+                        break
+        return gossip.global_steps
+
+    first, error = run_ranks(2, main)
+    assert isinstance(first, int)
+    assert isinstance(error, PalaError) and "without an `after_update`" in str(error) and "[rank 1]" in str(error)
+
+
+def test_a_block_without_updates() -> None:
+    def main(comm: MemoryCommunicator) -> int:
+        model = zeros()
+        with Gossip(model, total_steps=10**9, comm=comm) as gossip:
+            for _ in range(100 if comm.rank == 0 else 0):
+                add(model)
+                gossip.after_update(steps=1)
+        return gossip.global_steps
+
+    first, error = run_ranks(2, main)
+    assert first == 100 and isinstance(error, PalaError) and "ended without one `after_update`" in str(error)
+
+
+def test_another_model_or_type_of_settings_on_one_rank() -> None:
+    def every(comm: MemoryCommunicator) -> None:
+        with Gossip(zeros(), total_steps=10, every=1 + comm.rank, comm=comm):
+            raise AssertionError("the block must not begin")
+
+    for error in run_ranks(2, every):
+        assert isinstance(error, PalaError) and "rank 1 has other settings" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "words"),
+    [
+        ([torch.zeros(2, dtype=torch.int64)], {}, "of type torch.int64"),
+        ([3.0], {}, "is a float"),
+        (nn.LazyLinear(2), {}, "call the model once"),
+        ([tensor := torch.zeros(3), tensor.view(3)], {}, "'tensor 1' and 'tensor 0' .* same memory"),
+        (zeros(), {"every": 0}, "'every' is 0"),
+        (zeros(), {"momentum": 1.0}, "momentum"),
+        (zeros(), {"topology": 3}, "'topology' is 3, but must be one of 'auto', 'random'"),
+        (zeros(), {"topology": "star"}, "star"),
+    ],
+)
+def test_a_mistake_is_one_sentence(model: Any, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(PalaError, match=words):
+        Gossip(model, **{"total_steps": 10, **settings})
+
+
+def test_average_outside_the_block() -> None:
+    with pytest.raises(PalaError, match="call 'average' inside the block"):
+        Gossip(zeros(), total_steps=1).average()
+
+
+ALONE = """
+import sys
+for name in ("mpi4py", "mpi4py.MPI"):
+    sys.modules[name] = None  # as if it were not installed
+import torch, pala
+model = torch.nn.Linear(2, 2)
+with pala.Gossip(model, total_steps=6, on_change=print) as gossip:
+    while gossip.goes_on:
+        gossip.after_update(steps=2)
+    assert gossip.average() is False
+print(gossip.global_steps, gossip.size)
+"""
+
+
+def test_alone_it_needs_no_mpi() -> None:
+    command = [sys.executable, "-c", ALONE]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "6 1\n"), done.stderr
+
+
+def test_changes_are_told() -> None:
+    def main(comm: MemoryCommunicator) -> list[tuple[str, int]]:
+        told: list[tuple[str, int]] = []
+        comm.outlives_ranks = False  # so a rank that leaves waits for the end
+        model, updates = zeros(), 0
+        with Gossip(
+            model, total_steps=900, comm=comm, on_change=lambda kind, rank: told.append((kind, rank))
+        ) as gossip:
+            while gossip.goes_on:
+                add(model)
+                updates += 1
+                if comm.rank == 0 and updates == 8:
+                    model.weight.data.fill_(float("nan"))
+                gossip.after_update(steps=1)
+        return told
+
+    results = on_ranks(4, main, fail_at(2, update=4), leave_at(3, update=6))
+    assert isinstance(results[2], BaseException)
+    assert sorted(results[0]) == [("death", 2), ("heal", 0), ("leave", 3)]
+    assert sorted(results[1]) == [("death", 2), ("leave", 3)]
+
+
+SCRIPT = """
+import sys, torch, pala
+model = torch.nn.Linear(3, 2)
+what = sys.argv[1]
+with pala.Gossip(model, total_steps=10**9, patience_s=1) as gossip:
+    while gossip.goes_on:
+        if what == "replace" and gossip.rank == 1 and gossip.global_steps > 100:
+            model.weight = torch.nn.Parameter(torch.zeros(2, 3))
+        if what != "updates" or gossip.rank == 0:
+            gossip.after_update(steps=1)
+        if what == "average" and gossip.global_steps > 200:
+            break
+        if what == "average" and gossip.average() and gossip.global_steps % 5 == 0:
+            print(f"rank {gossip.rank}: {float(model.weight.sum()):.6f}", file=sys.stderr)
+        if what == "average":
+            with torch.no_grad():
+                model.weight += gossip.rank
+print(f"rank {gossip.rank} ends with {float(model.weight.sum()):.6f} after {gossip.global_steps}")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "words"), [("replace", "'weight' of the model"), ("updates", "without an `after_")])
+def test_a_mistake_of_a_real_rank_ends_the_job(what: str, words: str, any_mpi: Launcher, tmp_path: Path) -> None:
+    done = any_mpi.script(2, SCRIPT, tmp_path, what)
+    assert done.status != 0 and done.output.count("pala: error: [rank 1]") + done.output.count("pala: error: '") == 1
+    assert words in done.output and "Traceback" not in done.output
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_real_ranks_average_in_the_midst(any_mpi: Launcher, tmp_path: Path) -> None:
+    done = any_mpi.script(3, SCRIPT, tmp_path, "average")
+    ends = [line.partition("ends")[2] for line in done.output.splitlines() if " ends with " in line]
+    assert done.status == 0 and len(ends) == 3 and len(set(ends)) == 1, done.output
+
+
+def test_a_loop_finds_its_rank_by_itself() -> None:
+    def own_loop(comm: MemoryCommunicator) -> int:
+        return train(None, total_steps=60)[1].size
+
+    assert on_ranks(3, own_loop) == [3, 3, 3]

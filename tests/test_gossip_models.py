@@ -1,0 +1,240 @@
+"""What `pala.Gossip` exchanges: types, buffers, momentum, every k updates, averages, and states to continue from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pala.exchange.flat import FlatTensors, named_tensors
+from pala.gossip import Gossip
+from pala.system.errors import PalaError
+from pala.testing.memory import MemoryCommunicator, run_ranks
+from support.gossip_loops import add, on_ranks, zeros
+
+
+class Mixed(nn.Module):
+    """A weight in bfloat16, one in float32, and buffers of which two travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        self.high = nn.Parameter(torch.zeros(2))
+        for name, buffer in (
+            ("mean", torch.zeros(2)),
+            ("low_mean", torch.zeros(1, dtype=torch.bfloat16)),
+            ("count", torch.zeros(1, dtype=torch.int64)),
+        ):
+            self.register_buffer(name, buffer)
+        self.register_buffer("mask", torch.tensor([float("-inf")]), persistent=False)
+
+
+def test_the_rule_of_buffers() -> None:
+    parameters, buffers = named_tensors(Mixed())
+    assert [name for name, _ in parameters] == ["low", "high"]
+    assert [name for name, _ in buffers] == ["mean", "low_mean"]
+
+
+def test_rounding_loses_no_small_move() -> None:
+    """256 moves of less than half of bfloat16's last bit add up; a vector of bfloat16 would stay where it is."""
+    model = Mixed()
+    nn.init.ones_(model.low)
+    flat = FlatTensors(*named_tensors(model))
+    for _ in range(256):
+        flat.gather()
+        flat.data[:3] += 2.0**-10
+        flat.scatter()
+    assert flat.data[:3].tolist() == [1.25] * 3 == model.low.tolist()
+    with torch.no_grad():
+        model.low += 0.5  # an optimiser's step
+    flat.gather()
+    assert flat.data[:3].tolist() == [1.75] * 3
+    assert model.low.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
+def test_types_may_be_mixed(compression: str) -> None:
+    def main(comm: MemoryCommunicator) -> tuple[float, list[Tensor]]:
+        model, updates = Mixed(), 0
+        with torch.no_grad():
+            model.low.fill_(comm.rank)
+        with Gossip(model, total_steps=90, compression=compression, comm=comm) as gossip:  # type: ignore[arg-type]
+            assert model.low.tolist() == [0.0] * 3  # rank 0's
+            while gossip.goes_on:
+                add(model, 1 / 64)
+                model.get_buffer("count").add_(1)
+                updates += 1
+                gossip.after_update(steps=1)
+        assert int(model.get_buffer("count")) == updates and model.low.dtype == torch.bfloat16
+        return updates / 64, [model.low.detach(), model.high.detach()]
+
+    results = on_ranks(3, main)
+    mean = sum(progress for progress, _ in results) / 3
+    for _, (low, high) in results:
+        assert torch.equal(low, results[0][1][0]) and torch.equal(high, results[0][1][1])
+        if compression == "none":  # the others lose a little
+            assert low.tolist() == pytest.approx([mean] * 3, rel=1e-2)
+            assert high.tolist() == pytest.approx([mean] * 2, rel=1e-5)
+
+
+def test_a_list_of_tensors() -> None:
+    def main(comm: MemoryCommunicator) -> list[float]:
+        tensors = [torch.full((2,), float(comm.rank)), torch.zeros(3, 1)]
+        with Gossip(tensors, total_steps=30, comm=comm) as gossip:
+            while gossip.goes_on:
+                for tensor in tensors:
+                    tensor += 1
+                gossip.after_update(steps=1)
+        return [*tensors[0].tolist(), *tensors[1].flatten().tolist()]
+
+    results = on_ranks(2, main)
+    assert results[0] == results[1] and len(set(results[0])) == 1 and results[0][0] > 0
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_exchange_each_k_updates(every: int) -> None:
+    """The budget is counted after each update all the same, and no progress is lost."""
+
+    def main(comm: MemoryCommunicator) -> tuple[int, float, int, int]:
+        model, updates = zeros(), 0
+        with Gossip(model, total_steps=120, every=every, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                updates += 1
+                before = gossip.global_steps
+                gossip.after_update(steps=2)
+                assert gossip.global_steps >= before + 2
+            assert gossip._exchange is not None
+            sent = gossip._exchange.driver.counts["models_sent"]
+        return updates, float(model.get_parameter("bias").detach()[0]), gossip.global_steps, sent
+
+    results = on_ranks(2, main)
+    updates = [result[0] for result in results]
+    assert results[0][2] == results[1][2] == 2 * sum(updates) and sum(updates) >= 60
+    assert results[0][1] == results[1][1] == pytest.approx(sum(updates) / 2, rel=1e-6)
+    assert 0 < sum(result[3] for result in results) <= 2 * sum(updates) // every + 2
+
+
+def test_momentum_goes_further() -> None:
+    """Alone, steps of 1 with momentum 0.5 go 2 each in the end: 1 / (1 - momentum)."""
+    model = zeros()
+    with Gossip(model, total_steps=200, momentum=0.5) as gossip:
+        while gossip.goes_on:
+            add(model)
+            before = float(model.get_parameter("bias").detach()[0]) - 1
+            gossip.after_update(steps=1)
+    assert float(model.get_parameter("bias").detach()[0]) - before == pytest.approx(2.0, rel=1e-4)
+
+
+def test_an_average_in_the_midst() -> None:
+    def main(comm: MemoryCommunicator) -> list[float]:
+        model, seen = zeros(), []
+        with Gossip(model, total_steps=10**6, mixing="push_sum" if comm.size == 4 else "paired", comm=comm) as gossip:
+            for epoch in range(4):
+                for _ in range(5 + comm.rank):
+                    add(model)
+                    gossip.after_update(steps=1)
+                assert gossip.average(), epoch
+                seen.append(float(model.get_parameter("bias").detach()[0]))
+        return seen
+
+    for size in (3, 4):
+        results = on_ranks(size, main)
+        assert all(result == results[0] for result in results)
+        progress = 5 + (size - 1) / 2
+        if size == 3:
+            assert results[0] == pytest.approx([progress * epoch for epoch in (1, 2, 3, 4)], rel=1e-5)
+
+
+def test_an_average_that_meets_the_end() -> None:
+    """Ranks make unlike numbers of updates, so some are at the end while others want to average."""
+
+    def main(comm: MemoryCommunicator) -> tuple[list[bool], float, int]:
+        model, averaged, updates = zeros(), [], 0
+        with Gossip(model, total_steps=100, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                updates += 1
+                gossip.after_update(steps=1)
+                if updates % (7 + comm.rank) == 0:
+                    averaged.append(gossip.average())
+                    if not averaged[-1]:
+                        assert not gossip.goes_on and not gossip.average()
+        return averaged, float(model.get_parameter("bias").detach()[0]), gossip.global_steps
+
+    results = on_ranks(3, main)
+    assert len({result[1:] for result in results}) == 1
+    assert all(all(averaged[:-1]) for averaged, _, _ in results)
+    assert len({sum(averaged) for averaged, _, _ in results}) == 1
+
+
+def test_the_distance_to_the_others_is_told() -> None:
+    def main(comm: MemoryCommunicator) -> float | None:
+        model = zeros()
+        with Gossip(model, total_steps=200, mixing="uniform", comm=comm) as gossip:
+            assert gossip.consensus_distance() is None
+            while gossip.goes_on:
+                add(model, comm.rank)
+                gossip.after_update(steps=1)
+            assert gossip.consensus_distance() == gossip.consensus_distance()
+            return gossip.consensus_distance()
+
+    distances = on_ranks(2, main)
+    assert all(distance is not None and distance > 0 for distance in distances)
+
+
+def test_a_state_is_loaded_by_another_number_of_ranks(tmp_path: Any) -> None:
+    def train(comm: MemoryCommunicator, total_steps: int, load: bool) -> tuple[float, int, int]:
+        model, updates, file = zeros(), 0, tmp_path / f"{comm.rank % 2}.pt"
+        gossip = Gossip(model, total_steps=total_steps, momentum=0.25, comm=comm)
+        if load:
+            saved = torch.load(file)
+            model.load_state_dict(saved["model"])
+            gossip.load_state_dict(saved["gossip"])
+        with gossip:
+            begin = float(model.get_parameter("bias").detach()[0])
+            while gossip.goes_on:
+                add(model)
+                updates += 1
+                gossip.after_update(steps=1)
+            if not load:
+                with torch.no_grad():
+                    model.get_parameter("bias").fill_(10.0 * (comm.rank + 1))  # each its own
+                torch.save({"model": model.state_dict(), "gossip": gossip.state_dict()}, file)
+        return begin, updates, gossip.global_steps
+
+    first = on_ranks(2, lambda comm: train(comm, 40, load=False))
+    second = on_ranks(4, lambda comm: train(comm, 100, load=True))
+    assert {begin for begin, _, _ in second} == {15.0}  # the average of those that were loaded
+    assert second[0][2] == min(result[2] for result in first) + sum(result[1] for result in second) or (
+        40 <= second[0][2] - sum(result[1] for result in second) <= first[0][2]
+    )
+    assert second[0][2] >= 100
+
+
+def test_a_state_is_loaded_alone() -> None:
+    gossip = Gossip(zeros(), total_steps=10)
+    gossip.load_state_dict({"global_steps": 7, "round": 3})
+    with gossip:
+        updates = 0
+        while gossip.goes_on:
+            updates += 1
+            gossip.after_update(steps=1)
+        with pytest.raises(PalaError, match="before the block"):
+            gossip.load_state_dict({})
+    assert updates == 3 and gossip.state_dict()["global_steps"] == 10
+    with pytest.raises(PalaError, match="'global_steps' and 'round'"):
+        Gossip(zeros(), total_steps=10).load_state_dict({"global_steps": 7})
+
+
+def test_a_model_that_is_not_finite_does_not_begin() -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        model = Mixed()
+        model.get_buffer("mean").fill_(float("inf"))
+        with Gossip(model, total_steps=10, comm=comm):
+            raise AssertionError("the block must not begin")
+
+    for error in run_ranks(2, main):
+        assert isinstance(error, PalaError) and "'mean' of the model" in str(error) and "persistent=False" in str(error)
