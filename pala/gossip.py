@@ -37,6 +37,7 @@ from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.flat import FlatTensors, named_tensors, share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.gossip.topology import DirectedGraph, PeerFunction, own_peers
+from pala.exchange.make import check_size
 from pala.exchange.momentum import Momentum
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt
@@ -131,6 +132,7 @@ class Gossip:
         if self._comm is not None and self._comm.interrupt is not None:
             self._interrupt = self._comm.interrupt
         self._flat = flat = FlatTensors(*self._named, self._module)
+        check_size(flat.data)
         with self._stack:
             self._stack.enter_context(_alone_in_block(self._comm))
             self._stack.enter_context(self._interrupt.installed())

@@ -223,3 +223,61 @@ def test_an_error_of_one_real_rank_ends_the_job_with_its_traceback(any_mpi: Laun
     assert done.status != 0 and "ValueError: of the user's" in done.output and "pala: rank 1 failed" in done.output
     done = any_mpi.script(3, SCRIPT, tmp_path, "fail at the start")
     assert done.status != 0 and "ZeroDivisionError" in done.output and "pala: rank 1 failed" in done.output
+
+
+LARGE = """
+import torch, pala, pala.comm.data_proxy
+pala.comm.data_proxy._MOST_BYTES = 1000  # bytes that are counted one by one, instead of 2**30
+model = [torch.zeros(9_999)]
+with pala.Gossip(model, total_steps=3000) as gossip:
+    updates = 0
+    while gossip.goes_on:
+        model[0].add_(torch.arange(9_999).remainder(7))
+        updates += 1
+        gossip.after_update(steps=10)
+    received = gossip._exchange._state.counts["models_received"]
+expected = gossip.global_steps / 10 / gossip.size * torch.arange(9_999).remainder(7)
+print(f"rank {gossip.rank}: {bool(torch.allclose(model[0], expected, rtol=1e-4))} {received > 0}")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_messages_larger_than_mpi_counts(any_mpi: Launcher, tmp_path: Path) -> None:
+    done = any_mpi.script(3, LARGE, tmp_path)
+    lines = sorted(line for line in done.output.splitlines() if line.startswith("rank "))
+    assert done.status == 0 and lines == [f"rank {rank}: True True" for rank in range(3)], done.output
+
+
+DYING = """
+import os, signal, sys, torch, pala
+model = torch.nn.Linear(4, 3)
+with pala.Gossip(model, total_steps=10**9, patience_s=1, on_change=lambda *change: print("told", *change)) as gossip:
+    for epoch in range(6):
+        for _ in range(20):
+            with torch.no_grad():
+                model.weight += gossip.rank
+            gossip.after_update(steps=1)
+        if gossip.rank == 1 and epoch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert gossip.average()
+        print(f"epoch {epoch}: {float(model.weight.sum()):.6f}", flush=True)
+print(f"ends {gossip.rank} {list(gossip.living)} {float(model.weight.sum()):.6f}", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_the_living_average_after_a_death(mpi: Launcher, tmp_path: Path) -> None:
+    if mpi.name != "openmpi":
+        pytest.skip("a job outlives its ranks with Open MPI alone")
+    (tmp_path / "dying.py").write_text(DYING)
+    job = mpi.start("--with-ft", "ulfm", "-np", "4", str(mpi.folder / "python"), "dying.py", cwd=tmp_path).wait()
+    lines = [line for line in job.output.splitlines() if line.startswith(("epoch", "ends", "told"))]
+    for epoch in range(6):
+        values = {line for line in lines if line.startswith(f"epoch {epoch}:")}
+        assert len(values) == 1, job.output
+    assert len([line for line in lines if line.startswith("ends")]) == 3 and lines.count("told death 1") == 3, (
+        job.output
+    )
