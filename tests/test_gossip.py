@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from pala.gossip import Gossip
 from pala.system.errors import PalaError
 from pala.testing.faults import fail_at_message
 from pala.testing.memory import MemoryCommunicator, run_ranks
+from support import REPOSITORY
 from support.gossip_loops import add, on_ranks, train, zeros
 from support.mpi import Launcher
 
@@ -281,3 +286,13 @@ def test_the_living_average_after_a_death(mpi: Launcher, tmp_path: Path) -> None
     assert len([line for line in lines if line.startswith("ends")]) == 3 and lines.count("told death 1") == 3, (
         job.output
     )
+
+
+def test_the_code_of_its_page_runs(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs/library.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 4
+    command = [sys.executable, "-c", "\n".join(blocks)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("0 10016 "), done.stderr

@@ -221,7 +221,7 @@ class Communicator(abc.ABC):
     rank: int
     size: int
     interrupt: Interrupt | None = None
-    """Of ranks that are threads: what signals set. A process has handlers instead."""
+    """Signals of a rank that is a thread; a process has handlers instead."""
     host: str
     """Name of the host that this rank is on."""
 
