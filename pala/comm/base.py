@@ -221,7 +221,7 @@ class Communicator(abc.ABC):
     rank: int
     size: int
     interrupt: Interrupt | None = None
-    """Signals of a rank that is a thread; a process has handlers instead."""
+    """Flags that signals set, of ranks that are threads; a process has handlers instead."""
     host: str
     """Name of the host that this rank is on."""
 
