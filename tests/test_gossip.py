@@ -296,3 +296,34 @@ def test_the_code_of_its_page_runs(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith("0 10016 "), done.stderr
+
+
+SIGNALLED = """
+import os, signal, sys, torch, pala
+model, updates, number = torch.nn.Linear(4, 3), 0, signal.Signals[sys.argv[1]]
+with pala.Gossip(model, total_steps=10**9 if number == signal.SIGUSR1 else 20_000, patience_s=1) as gossip:
+    while gossip.goes_on:
+        updates += 1
+        gossip.after_update(steps=10)
+        if gossip.rank == 1 and updates == 50:
+            os.kill(os.getpid(), number)
+signalled = gossip.signal.name if gossip.signal else "none"
+print(f"rank {gossip.rank} of {len(gossip.living)}, {signalled}: {float(model.weight.sum()):.6f} {gossip.global_steps}")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "living", "signals"), [("SIGUSR1", 3, ["none", "SIGUSR1"]), ("SIGUSR2", 2, ["none"])]
+)
+def test_signals_to_a_real_rank(
+    number: str, living: int, signals: list[str], any_mpi: Launcher, tmp_path: Path
+) -> None:
+    """SIGUSR1 ends all; by SIGUSR2 it leaves, and its process waits for the others."""
+    done = any_mpi.script(3, SIGNALLED, tmp_path, number)
+    lines = sorted(line for line in done.output.splitlines() if line.startswith("rank "))
+    assert done.status == 0 and len(lines) == 3, done.output
+    assert len({line.partition(":")[2] for line in lines}) == 1
+    assert {line.partition(", ")[2].partition(":")[0] for line in lines} == set(signals)
+    assert all(f"of {living}," in line for line in lines if not line.startswith("rank 1"))

@@ -280,3 +280,22 @@ def test_a_model_that_is_not_finite_does_not_begin() -> None:
 
     for error in run_ranks(2, main):
         assert isinstance(error, PalaError) and "'mean' of the model" in str(error) and "persistent=False" in str(error)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
+def test_on_a_gpu(compression: Any) -> None:
+    def main(comm: MemoryCommunicator) -> tuple[int, Tensor]:
+        model, updates = Mixed().to("cuda"), 0
+        with Gossip(model, total_steps=90, compression=compression, momentum=0.1, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model, 1 / 64)
+                updates += 1
+                gossip.after_update(steps=1)
+                if updates % 10 == 0:
+                    gossip.average()
+        assert model.low.dtype == torch.bfloat16 and model.high.is_cuda
+        return updates, model.high.detach().cpu()
+
+    results = on_ranks(3, main)
+    assert all(torch.equal(high, results[0][1]) and high.isfinite().all() for _, high in results)
