@@ -37,6 +37,7 @@ from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.flat import FlatTensors, named_tensors, share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.gossip.topology import DirectedGraph, PeerFunction, own_peers
+from pala.exchange.make import check_size
 from pala.exchange.momentum import Momentum
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt
@@ -130,48 +131,49 @@ class Gossip:
             self._is_mpi = self._comm is not None and rank_of_thread.get() is None
         if self._comm is not None and self._comm.interrupt is not None:
             self._interrupt = self._comm.interrupt
-        self._flat = flat = FlatTensors(*self._named, self._module)
-        with self._stack:
-            self._stack.enter_context(_alone_in_block(self._comm))
-            self._stack.enter_context(self._interrupt.installed())
-            if self._settings.a2c.momentum:
-                self._begin_momentum(flat)
-            if self._comm is None or self._comm.size == 1:
-                self._start = _start_of(1, [self._loaded])
-            else:
-                self._begin(self._comm, flat)
-            self._stack = self._stack.pop_all()  # all went well: the handlers of signals stay until the block ends
-        return self
-
-    def _begin(self, comm: Communicator, flat: FlatTensors) -> None:
-        """Begin the exchange. Collective."""
-        self._living = range(comm.size)
         try:
-            likeness = self._settings, self._every, self._own_topology and self._own_topology.likeness
-            states = _begin_alike(comm, flat, likeness, self._loaded)
-            if self._own_topology is not None:
-                by_pairs = RULES[self._settings.exchange.mixing].by_pairs
-                collectively(comm, partial(self._own_topology.check, comm.size, by_pairs))
-            self._start = _start_of(comm.size, states)
-            _share_model(comm, flat, [state is not None for state in states], self._interrupt)
-            flat.scatter()
-            self._exchange = GossipExchange(
-                comm,
-                flat.data,
-                flat.signature,
-                self._settings.exchange,
-                self._start,
-                self._interrupt,
-                total_steps=self._settings.total_steps,
-                seed=self._settings.seed,
-                num_exact=flat.num_exact,
-                own_topology=self._own_topology,
-            )
+            with self._stack:
+                self._stack.enter_context(_alone_in_block(self._comm))
+                self._stack.enter_context(self._interrupt.installed())
+                self._begin(self._comm)
+                self._stack = self._stack.pop_all()  # all went well: the handlers of signals stay until the block ends
         except CollectiveError:
             raise  # on every rank
         except BaseException as error:
             self._fail(error)  # the other ranks would wait for this one
             raise
+        return self
+
+    def _begin(self, comm: Communicator | None) -> None:
+        """Make the model's flat vector, and begin the exchange. Collective."""
+        self._flat = flat = FlatTensors(*self._named, self._module)
+        check_size(flat.data)
+        if self._settings.a2c.momentum:
+            self._begin_momentum(flat)
+        if comm is None or comm.size == 1:
+            self._start = _start_of(1, [self._loaded])
+            return
+        self._living = range(comm.size)
+        likeness = self._settings, self._every, self._own_topology and self._own_topology.likeness
+        states = _begin_alike(comm, flat, likeness, self._loaded)
+        if self._own_topology is not None:
+            by_pairs = RULES[self._settings.exchange.mixing].by_pairs
+            collectively(comm, partial(self._own_topology.check, comm.size, by_pairs))
+        self._start = _start_of(comm.size, states)
+        _share_model(comm, flat, [state is not None for state in states], self._interrupt)
+        flat.scatter()
+        self._exchange = GossipExchange(
+            comm,
+            flat.data,
+            flat.signature,
+            self._settings.exchange,
+            self._start,
+            self._interrupt,
+            total_steps=self._settings.total_steps,
+            seed=self._settings.seed,
+            num_exact=flat.num_exact,
+            own_topology=self._own_topology,
+        )
 
     def _begin_momentum(self, flat: FlatTensors) -> None:
         settings, kept = self._settings.a2c, (self._loaded or {}).get("movement")

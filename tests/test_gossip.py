@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from pala.gossip import Gossip
 from pala.system.errors import PalaError
 from pala.testing.faults import fail_at_message
 from pala.testing.memory import MemoryCommunicator, run_ranks
+from support import REPOSITORY
 from support.gossip_loops import add, on_ranks, train, zeros
 from support.mpi import Launcher
 
@@ -223,3 +228,102 @@ def test_an_error_of_one_real_rank_ends_the_job_with_its_traceback(any_mpi: Laun
     assert done.status != 0 and "ValueError: of the user's" in done.output and "pala: rank 1 failed" in done.output
     done = any_mpi.script(3, SCRIPT, tmp_path, "fail at the start")
     assert done.status != 0 and "ZeroDivisionError" in done.output and "pala: rank 1 failed" in done.output
+
+
+LARGE = """
+import torch, pala, pala.comm.data_proxy
+pala.comm.data_proxy._MOST_BYTES = 1000  # bytes that are counted one by one, instead of 2**30
+model = [torch.zeros(9_999)]
+with pala.Gossip(model, total_steps=3000) as gossip:
+    updates = 0
+    while gossip.goes_on:
+        model[0].add_(torch.arange(9_999).remainder(7))
+        updates += 1
+        gossip.after_update(steps=10)
+    received = gossip._exchange._state.counts["models_received"]
+expected = gossip.global_steps / 10 / gossip.size * torch.arange(9_999).remainder(7)
+print(f"rank {gossip.rank}: {bool(torch.allclose(model[0], expected, rtol=1e-4))} {received > 0}")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_messages_larger_than_mpi_counts(any_mpi: Launcher, tmp_path: Path) -> None:
+    done = any_mpi.script(3, LARGE, tmp_path)
+    lines = sorted(line for line in done.output.splitlines() if line.startswith("rank "))
+    assert done.status == 0 and lines == [f"rank {rank}: True True" for rank in range(3)], done.output
+
+
+DYING = """
+import os, signal, sys, torch, pala
+model = torch.nn.Linear(4, 3)
+with pala.Gossip(model, total_steps=10**9, patience_s=1, on_change=lambda *change: print("told", *change)) as gossip:
+    for epoch in range(6):
+        for _ in range(20):
+            with torch.no_grad():
+                model.weight += gossip.rank
+            gossip.after_update(steps=1)
+        if gossip.rank == 1 and epoch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert gossip.average()
+        print(f"epoch {epoch}: {float(model.weight.sum()):.6f}", flush=True)
+print(f"ends {gossip.rank} {list(gossip.living)} {float(model.weight.sum()):.6f}", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_the_living_average_after_a_death(mpi: Launcher, tmp_path: Path) -> None:
+    if mpi.name != "openmpi":
+        pytest.skip("a job outlives its ranks with Open MPI alone")
+    (tmp_path / "dying.py").write_text(DYING)
+    job = mpi.start("--with-ft", "ulfm", "-np", "4", str(mpi.folder / "python"), "dying.py", cwd=tmp_path).wait()
+    lines = [line for line in job.output.splitlines() if line.startswith(("epoch", "ends", "told"))]
+    for epoch in range(6):
+        values = {line for line in lines if line.startswith(f"epoch {epoch}:")}
+        assert len(values) == 1, job.output
+    assert len([line for line in lines if line.startswith("ends")]) == 3 and lines.count("told death 1") == 3, (
+        job.output
+    )
+
+
+def test_the_code_of_its_page_runs(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs/library.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 4
+    command = [sys.executable, "-c", "\n".join(blocks)]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("0 10016 "), done.stderr
+
+
+SIGNALLED = """
+import os, signal, sys, torch, pala
+model, updates, number = torch.nn.Linear(4, 3), 0, signal.Signals[sys.argv[1]]
+with pala.Gossip(model, total_steps=10**9 if number == signal.SIGUSR1 else 20_000, patience_s=1) as gossip:
+    while gossip.goes_on:
+        updates += 1
+        gossip.after_update(steps=10)
+        if gossip.rank == 1 and updates == 50:
+            os.kill(os.getpid(), number)
+signalled = gossip.signal.name if gossip.signal else "none"
+print(f"rank {gossip.rank} of {len(gossip.living)}, {signalled}: {float(model.weight.sum()):.6f} {gossip.global_steps}")
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "living", "signals"), [("SIGUSR1", 3, ["none", "SIGUSR1"]), ("SIGUSR2", 2, ["none"])]
+)
+def test_signals_to_a_real_rank(
+    number: str, living: int, signals: list[str], any_mpi: Launcher, tmp_path: Path
+) -> None:
+    """SIGUSR1 ends all; by SIGUSR2 it leaves, and its process waits for the others."""
+    done = any_mpi.script(3, SIGNALLED, tmp_path, number)
+    lines = sorted(line for line in done.output.splitlines() if line.startswith("rank "))
+    assert done.status == 0 and len(lines) == 3, done.output
+    assert len({line.partition(":")[2] for line in lines}) == 1
+    assert {line.partition(", ")[2].partition(":")[0] for line in lines} == set(signals)
+    assert all(f"of {living}," in line for line in lines if not line.startswith("rank 1"))

@@ -229,3 +229,18 @@ def test_a_loop_finds_its_rank_by_itself() -> None:
         return train(None, total_steps=60)[1].size
 
     assert on_ranks(3, own_loop) == [3, 3, 3]
+
+
+def test_a_state_of_another_model_on_one_rank() -> None:
+    """The others hear that this one does not come."""
+
+    def main(comm: MemoryCommunicator) -> None:
+        gossip = Gossip(zeros(), total_steps=10, momentum=0.5, comm=comm)
+        if comm.rank == 1:
+            gossip.load_state_dict({"global_steps": 1, "round": 1, "movement": torch.zeros(3)})
+        with gossip:
+            raise AssertionError("the block must not begin")
+
+    first, second = run_ranks(2, main)
+    assert isinstance(second, PalaError) and "is of another model" in str(second)
+    assert isinstance(first, PalaError) and "rank 1 died" in str(first)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from pala.exchange.flat import FlatTensors, named_tensors
 from pala.gossip import Gossip
 from pala.system.errors import PalaError
-from pala.testing.memory import MemoryCommunicator, run_ranks
+from pala.testing import Fault, fail_at, fail_at_message, leave_at, run_ranks, signal_at
+from pala.testing.memory import MemoryCommunicator
 from support.gossip_loops import add, on_ranks, zeros
 
 
@@ -170,6 +171,47 @@ def test_an_average_that_meets_the_end() -> None:
     assert len({sum(averaged) for averaged, _, _ in results}) == 1
 
 
+def averaging(comm: MemoryCommunicator, epochs: int = 6, **settings: Any) -> list[float]:
+    """Average after each ten updates; return what the model was then, and at the end."""
+    model, seen = zeros(), []
+    with Gossip(model, total_steps=10**6, patience_s=0.5, comm=comm, **settings) as gossip:
+        for epoch in range(epochs):
+            for _ in range(10):
+                if not gossip.goes_on:
+                    break
+                add(model, 1.0 + comm.rank)
+                gossip.after_update(steps=1)
+            if not gossip.average():
+                break
+            seen.append(float(model.get_parameter("bias").detach()[0]))
+            assert epoch < epochs
+    return [*seen, float(model.get_parameter("bias").detach()[0])]
+
+
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+@pytest.mark.parametrize("faults", [(fail_at(1, 25),), (fail_at(1, 20), fail_at(2, 20)), (fail_at_message(1, 3),)])
+def test_the_living_average_without_the_dead(faults: tuple[Fault, ...], mixing: str) -> None:
+    results = run_ranks(4, lambda comm: averaging(comm, mixing=mixing), faults)
+    living = [result for result in results if not isinstance(result, BaseException)]
+    assert len(living) == 4 - len(faults)
+    assert all(result == living[0] for result in living) and len(living[0]) == 7
+
+
+def test_a_rank_that_has_left_takes_part_in_averages() -> None:
+    def main(comm: MemoryCommunicator) -> list[float]:
+        comm.outlives_ranks = False  # so it waits for the end
+        return averaging(comm)
+
+    results = on_ranks(3, main, leave_at(2, 15))
+    assert results[0] == results[1] and len(results[0]) == 7
+    assert results[2][-1] == results[0][-1]
+
+
+def test_a_signal_to_a_rank_ends_those_that_average() -> None:
+    results = on_ranks(3, averaging, signal_at(1, 25))
+    assert len({tuple(result) for result in results}) == 1 and len(results[0]) == 3
+
+
 def test_the_distance_to_the_others_is_told() -> None:
     def main(comm: MemoryCommunicator) -> float | None:
         model = zeros()
@@ -238,3 +280,22 @@ def test_a_model_that_is_not_finite_does_not_begin() -> None:
 
     for error in run_ranks(2, main):
         assert isinstance(error, PalaError) and "'mean' of the model" in str(error) and "persistent=False" in str(error)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
+def test_on_a_gpu(compression: Any) -> None:
+    def main(comm: MemoryCommunicator) -> tuple[int, Tensor]:
+        model, updates = Mixed().to("cuda"), 0
+        with Gossip(model, total_steps=90, compression=compression, momentum=0.1, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model, 1 / 64)
+                updates += 1
+                gossip.after_update(steps=1)
+                if updates % 10 == 0:
+                    gossip.average()
+        assert model.low.dtype == torch.bfloat16 and model.high.is_cuda
+        return updates, model.high.detach().cpu()
+
+    results = on_ranks(3, main)
+    assert all(torch.equal(high, results[0][1]) and high.isfinite().all() for _, high in results)

@@ -1096,10 +1096,10 @@ def test_ranks_of_unlike_networks_are_told(tmp_path: Path) -> None:
         assert isinstance(result, CollectiveError) and "network of rank 2 is not that of rank 0" in str(result)
 
 
-def test_a_model_that_mpi_cannot_send_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_module, "_MOST_BYTES", 100)
+def test_a_model_that_mpi_cannot_count_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_module, "_MOST_PARAMETERS", 10)
     for result in train(2, configure(tmp_path)).results:
-        assert isinstance(result, CollectiveError) and "cannot be sent at once" in str(result)
+        assert isinstance(result, CollectiveError) and "more than 10 cannot be exchanged" in str(result)
     assert not list(tmp_path.iterdir())
 
 

@@ -184,7 +184,7 @@ def make_agent(
     with torch_weights(config.seed):
         network = actor_critic(envs.observation_space, envs.action_space, config, make_network)
     flat = FlatParameters(network, device)
-    check_size(config.exchange, flat.data, flat.num_moments)
+    check_size(flat.data)
     observations = blank_observations(envs.observation_space, envs.num_envs, device)
     tape = make_tape(network, config.network, config.a2c.rollout_steps, observations)
     a2c = agent_class.make_update(network.distribution, tape, flat, config)

@@ -17,7 +17,8 @@ late when it comes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from pala.comm.threaded import TICK_S, ThreadedTransport
 from pala.comm.ulfm import Barrier, MpiDeaths, is_death
 
 _BULK_TAG, _SMALL_TAG = 1, 2
+_MOST_BYTES = 2**30  # that are counted one by one
 _MOST_AT_ONCE = 32  # messages that are taken in between two looks at what is to be sent
 _HURRY_SLEEP_S = 0.0003
 _BUSY_SLEEP_S = 0.002
@@ -146,10 +148,11 @@ class DataProxy(ThreadedTransport):
             return False  # it can be acknowledged at the next look
         if message is None:
             return False
-        tag, count = status.Get_tag(), status.Get_count(MPI.BYTE)
+        tag, count = status.Get_tag(), status.Get_elements(MPI.BYTE)
         data = self._memory_for(tag, count, coming)
         try:
-            request = message.Irecv([data, MPI.BYTE])
+            with _countable(data) as buffer:
+                request = message.Irecv(buffer)
         except MPI.Exception as error:
             if not is_death(error):
                 raise
@@ -189,13 +192,31 @@ class DataProxy(ThreadedTransport):
 
     def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
         try:
-            request = self._comm.Issend([packet.data, MPI.BYTE], peer, _BULK_TAG if bulk else _SMALL_TAG)
+            with _countable(packet.data) as buffer:
+                request = self._comm.Issend(buffer, peer, _BULK_TAG if bulk else _SMALL_TAG)
         except MPI.Exception as error:
             if not is_death(error):
                 raise
             self._has_left(packet)
         else:
             self._sends.append(_Send(request, packet))
+
+
+@contextmanager
+def _countable(data: np.ndarray) -> Iterator[tuple[np.ndarray, int, MPI.Datatype]]:
+    """Give the bytes as MPI takes them. Open MPI 5.0 counts to 2 GiB (it has no `MPI_Issend_c`), so a larger message is
+    one element of a type of its own."""
+    if len(data) <= _MOST_BYTES:
+        yield data, len(data), MPI.BYTE
+        return
+    num_blocks, rest = divmod(len(data), _MOST_BYTES)
+    block = MPI.BYTE.Create_contiguous(_MOST_BYTES)
+    whole = MPI.Datatype.Create_struct([num_blocks, rest], [0, num_blocks * _MOST_BYTES], [block, MPI.BYTE]).Commit()
+    try:
+        yield data, 1, whole
+    finally:
+        block.Free()
+        whole.Free()  # what is under way keeps it
 
 
 class _Fate(enum.Enum):

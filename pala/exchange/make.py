@@ -9,12 +9,11 @@ from pala.config import Config, ExchangeConfig
 from pala.config.catalogue import kind_of
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState
-from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 
-_MOST_BYTES = 2**31 - 2**20  # of a model in a message; Open MPI 5.0 has no MPI_Issend_c
+_MOST_PARAMETERS = 2**31 - 1
 
 
 def make_exchange(
@@ -57,17 +56,11 @@ def make_exchange(
     raise AssertionError(f"nothing here makes an exchange of kind {kind!r}")
 
 
-def check_size(config: ExchangeConfig, parameters: Tensor, num_exact: int) -> None:
-    """Raise PalaError if gossip could not send such a model in one message."""
-    if config.kind != "gossip" or parameters.nbytes < _MOST_BYTES // 2:
-        return
-    sizes = make_codec(config, parameters, num_exact).sizes
-    message_bytes = max(allowed[-1] for allowed in sizes.values())
-    if message_bytes > _MOST_BYTES:
-        halves = " 'exchange.compression' 'bfloat16' halves it." * (config.compression == "none")
+def check_size(parameters: Tensor) -> None:
+    """Raise PalaError if there are more parameters than MPI's collectives and int32 indices can count."""
+    if parameters.numel() > _MOST_PARAMETERS:
         raise PalaError(
-            f"A model of {parameters.numel():,} parameters takes {message_bytes:,} bytes, and 2 GiB cannot be sent at "
-            f"once. 'exchange.kind' 'allreduce' has no such limit.{halves}"
+            f"The model has {parameters.numel():,} parameters; more than {_MOST_PARAMETERS:,} cannot be exchanged."
         )
 
 
