@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pala.algorithms import ALGORITHMS
 from pala.comm.agreement import collectively, from_first
 from pala.comm.base import Communicator
+from pala.comm.tracing import begin_trace, open_trace
 from pala.config import Config
 from pala.envs.vector import Envs
 from pala.exchange.base import Exchange
@@ -142,8 +143,11 @@ def _make_exchange(
         agent.config.network.precision, agent.counters.time_s, beginning,
     ))  # fmt: skip
     may_stop = any(trainers.allgather(request.callbacks.may_stop))
+    trace = begin_trace(trainers, run.trace_folder) if run.config.run.trace else None
     # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
     exchange: Exchange = agent.make_exchange(job.comm, interrupt)
+    if trace is not None:
+        exchange.record(trace)
     if may_stop:
         exchange.listen()
     return exchange
@@ -174,6 +178,8 @@ def take_place(
             log(f"[rank {rank}] takes the place of a rank that is gone.")
             agent.begin_late(run, exchange.state(), time.perf_counter() - began_s)
             run.start_metrics(agent.counters, agent.start.global_steps)
+            if run.config.run.trace:
+                exchange.record(open_trace(run.trace_folder, rank, job.comm.host, clock=None))
         except Exception as error:
             _give_up(job, sleeping, run, error)
             if isinstance(error, CollectiveError):  # of this rank alone
