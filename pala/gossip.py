@@ -19,14 +19,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from pathlib import Path
 from signal import Signals
 from types import TracebackType
 
 from torch import Tensor, nn
 
 from pala.comm.base import Communicator
-from pala.config import Config, ExchangeConfig, checked
+from pala.comm.tracing import begin_trace
+from pala.config import Config, ExchangeConfig, RunConfig, checked
 from pala.config.schema import CompressionName, MixingName, TopologyName
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.flat import FlatTensors, named_tensors, share_tensors
@@ -34,6 +36,7 @@ from pala.exchange.gossip.exchange import GossipExchange
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import Launch
+from pala.system.trace import Trace
 
 _CLOSE_S = 300.0  # how long a rank waits at the end for the slowest, as in training
 _LOOK_S = 0.1  # a rank that has left and cannot end yet looks this often whether training is over
@@ -59,14 +62,16 @@ class Gossip:
         max_staleness: int = 10,
         patience_s: float = 5.0,
         seed: int = 0,
+        trace: str | Path | None = None,
         comm: Communicator | None = None,
     ) -> None:
         """Name the model and how ranks exchange it; nothing happens before the block begins.
 
         `model`: a module, or tensors, float32 and all on one device. `total_steps`: the budget of all ranks together,
-        in the unit of `after_update(steps=...)`. `seed`: seed of the random topology, equal on all ranks. `comm`: the
-        ranks of a test (`pala.testing`); by default those of MPI. The other settings are those of `exchange` in
-        training. Raises PalaError for settings or tensors that cannot be used.
+        in the unit of `after_update(steps=...)`. `seed`: seed of the random topology, equal on all ranks. `trace`:
+        folder in which each of several ranks records its timeline (docs/timeline.md). `comm`: the ranks of a test
+        (`pala.testing`); by default those of MPI. The other settings are those of `exchange` in training. Raises
+        PalaError for settings or tensors that cannot be used.
         """
         exchange = ExchangeConfig(
             topology=topology,
@@ -75,7 +80,10 @@ class Gossip:
             max_staleness=max_staleness,
             patience_s=patience_s,
         )
-        self._settings = checked(Config(total_steps=total_steps, seed=seed, exchange=exchange))
+        run = RunConfig(trace=trace is not None)
+        self._settings = checked(Config(total_steps=total_steps, seed=seed, exchange=exchange, run=run))
+        self._trace_folder = Path(trace or "")
+        self._trace: Trace | None = None
         self._named = named_tensors(model)
         self._comm = comm
         self._interrupt = Interrupt()
@@ -103,6 +111,8 @@ class Gossip:
         with self._stack:
             try:
                 _begin_alike(comm, flat, self._settings)
+                if self._settings.run.trace:
+                    self._trace = self._stack.enter_context(closing(begin_trace(comm, comm.bcast(self._trace_folder))))
                 self._exchange = GossipExchange(
                     comm,
                     flat.data,
@@ -114,6 +124,8 @@ class Gossip:
                     seed=self._settings.seed,
                     num_exact=flat.num_exact,
                 )
+                if self._trace is not None:
+                    self._exchange.record(self._trace)
             except CollectiveError:
                 raise  # on every rank
             except BaseException as error:
@@ -200,12 +212,16 @@ class Gossip:
         self._local_steps += steps
         if self._exchange is None:
             return
+        if self._trace is not None:
+            self._trace.lap("loop")
         healthy = math.isfinite(float(self._flat.data.sum()))
         if not self._exchange.after_update(steps, healthy) and self._exchange.stop is Stop.NONE:
             raise PalaError(
                 f"[rank {self.rank}] the model is not finite, and no peer has sent one that is. Lower the "
                 "learning rate."
             )
+        if self._trace is not None:
+            self._trace.lap("exchange")
 
     # ---- what there is to know ---------------------------------------------------------------------------------------
 
