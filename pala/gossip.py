@@ -27,7 +27,6 @@ from types import TracebackType
 from torch import Tensor, nn
 
 from pala.comm.base import Communicator
-from pala.comm.tracing import begin_trace
 from pala.config import Config, ExchangeConfig, RunConfig, checked
 from pala.config.schema import CompressionName, MixingName, TopologyName
 from pala.exchange.budget import ExchangeState, Stop
@@ -112,6 +111,8 @@ class Gossip:
             try:
                 _begin_alike(comm, flat, self._settings)
                 if self._settings.run.trace:
+                    from pala.comm.tracing import begin_trace
+
                     self._trace = self._stack.enter_context(closing(begin_trace(comm, comm.bcast(self._trace_folder))))
                 self._exchange = GossipExchange(
                     comm,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from pala.algorithms import ALGORITHMS
 from pala.comm.agreement import collectively, from_first
 from pala.comm.base import Communicator
-from pala.comm.tracing import begin_trace, open_trace
 from pala.config import Config
 from pala.envs.vector import Envs
 from pala.exchange.base import Exchange
@@ -36,6 +35,7 @@ from pala.system.output import log, print_result
 
 if TYPE_CHECKING:
     from pala.exchange.sleeping import Sleeping
+    from pala.system.trace import Trace
 
 
 def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
@@ -143,7 +143,11 @@ def _make_exchange(
         agent.config.network.precision, agent.counters.time_s, beginning,
     ))  # fmt: skip
     may_stop = any(trainers.allgather(request.callbacks.may_stop))
-    trace = begin_trace(trainers, run.trace_folder) if run.config.run.trace else None
+    trace: Trace | None = None
+    if run.config.run.trace:
+        from pala.comm.tracing import begin_trace
+
+        trace = begin_trace(trainers, run.trace_folder)
     # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
     exchange: Exchange = agent.make_exchange(job.comm, interrupt)
     if trace is not None:
@@ -179,6 +183,8 @@ def take_place(
             agent.begin_late(run, exchange.state(), time.perf_counter() - began_s)
             run.start_metrics(agent.counters, agent.start.global_steps)
             if run.config.run.trace:
+                from pala.comm.tracing import open_trace
+
                 exchange.record(open_trace(run.trace_folder, rank, job.comm.host, clock=None))
         except Exception as error:
             _give_up(job, sleeping, run, error)
