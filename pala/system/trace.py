@@ -40,7 +40,9 @@ NOBODY = 0xFFFFFFFF
 MOST_BYTES = 64 * 2**20
 """Size of the files that a rank keeps of one start, together; about two million events."""
 
+_pack_into, _EVENT_BYTES = EVENT.pack_into, EVENT.size
 _BUFFERED = 4096  # events
+_BUFFER_BYTES = _BUFFERED * _EVENT_BYTES
 _WRITE_EVERY_S = 5.0  # a rank that is killed loses the events since
 _SHORTEST_S = 1e-5  # of a part of a rank's time: looks at messages that find none are shorter, and most of all parts
 
@@ -52,13 +54,14 @@ class Trace:
         """Begin the file. `facts`: the first line. Raises OSError, also if the file is there already."""
         self._path, self._facts = path, facts
         self._names: dict[str, int] = {}
-        self._buffer = bytearray(_BUFFERED * EVENT.size)
+        self._buffer = bytearray(_BUFFER_BYTES)
         self._used = 0  # bytes of the buffer
         self._lock = threading.Lock()
         self._has_failed = self._is_closed = False
         self._descriptor, self._size = -1, 0  # of the file: its whole events
         self._begin_file()
-        self._written_s = self._lap_s = time.perf_counter()
+        self._lap_s = time.perf_counter()
+        self._write_at_s = self._lap_s + _WRITE_EVERY_S
 
     # ---- what is recorded ----------------------------------------------------------------------------------------
 
@@ -75,11 +78,12 @@ class Trace:
 
     def sent(self, name: str, peer: int, round_: int, num_bytes: int, begin_s: float) -> None:
         """Record a message that has just been handed to the transport; its sender began to make it at `begin_s`."""
-        self._put(SENT, name, peer, round_, num_bytes, begin_s, time.perf_counter())
+        self._put(SENT, name, peer, round_ & NOBODY, num_bytes, begin_s, time.perf_counter())
 
     def received(self, name: str, peer: int, round_: int, took_s: float, begin_s: float) -> None:
         """Record a message that has just been taken in. It was whole at `begin_s`, `took_s` after its first byte."""
-        self._put(RECEIVED, name, peer, round_, int(1e6 * took_s), begin_s, time.perf_counter())
+        took_us = min(int(1e6 * took_s), NOBODY)
+        self._put(RECEIVED, name, peer, round_ & NOBODY, took_us, begin_s, time.perf_counter())
 
     def mark(self, name: str, peer: int = NOBODY) -> None:
         """Record a moment."""
@@ -105,22 +109,22 @@ class Trace:
             if of_name is None:
                 of_name = self._names[name] = len(self._names)
                 self._append(_named(of_name, name))
-            round_, number = round_ & NOBODY, min(number, NOBODY)
-            EVENT.pack_into(self._buffer, self._used, kind, of_name, peer, round_, number, begin_s, end_s)
-            self._used += EVENT.size
-            if self._used == len(self._buffer) or end_s > self._written_s + _WRITE_EVERY_S:
+            place = self._used
+            _pack_into(self._buffer, place, kind, of_name, peer, round_, number, begin_s, end_s)
+            self._used = place = place + _EVENT_BYTES
+            if place == _BUFFER_BYTES or end_s > self._write_at_s:
                 self._write()
 
     def _append(self, event: bytes) -> None:
-        self._buffer[self._used : self._used + EVENT.size] = event
-        self._used += EVENT.size
-        if self._used == len(self._buffer):
+        self._buffer[self._used : self._used + _EVENT_BYTES] = event
+        self._used += _EVENT_BYTES
+        if self._used == _BUFFER_BYTES:
             self._write()
 
     def _write(self) -> None:
         """Write the buffer behind the last whole event: what a full disk has cut is written over."""
         data, self._used = memoryview(self._buffer)[: self._used], 0
-        self._written_s = time.perf_counter()
+        self._write_at_s = time.perf_counter() + _WRITE_EVERY_S
         try:
             if self._descriptor < 0 or self._size + len(data) > MOST_BYTES // 2:
                 self._begin_file()
