@@ -5,6 +5,7 @@
     evaluate   score a run's policy on whole games, and make a video of it
     play       show a run's policy in a window, or as a video
     plot       learning curves of one or several runs
+    trace      the timeline of a run: what its ranks do, and their messages
     compare    variants x games x rank counts x seeds, and a report
     benchmark  how fast training is on this machine
     simulate   gossip on simulated ranks: faults, learning, speed
@@ -22,7 +23,19 @@ import sys
 
 import pala
 
-PROGRAMS = ("train", "doctor", "evaluate", "play", "plot", "compare", "benchmark", "simulate", "scores", "presets")
+PROGRAMS = (
+    "train",
+    "doctor",
+    "evaluate",
+    "play",
+    "plot",
+    "trace",
+    "compare",
+    "benchmark",
+    "simulate",
+    "scores",
+    "presets",
+)
 
 
 def main() -> None:

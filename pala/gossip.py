@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 from signal import Signals
 from types import TracebackType
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from pala.comm.agreement import collectively
 from pala.comm.base import Communicator, rank_of_thread
-from pala.config import A2CConfig, Config, ExchangeConfig, checked
+from pala.config import A2CConfig, Config, ExchangeConfig, RunConfig, checked
 from pala.config.catalogue import RULES
 from pala.config.schema import CompressionName, MixingName, TopologyName
 from pala.exchange.base import average_of_ranks
@@ -42,6 +43,7 @@ from pala.exchange.momentum import Momentum
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import Launch
+from pala.system.trace import Trace
 
 State = Mapping[str, Any] | None
 _CLOSE_S = 300.0  # how long a rank waits for the slowest where all meet, as in training
@@ -73,6 +75,7 @@ class Gossip:
         every: int = 1,
         seed: int = 0,
         on_change: Callable[[Change, int], object] | None = None,
+        trace: str | Path | None = None,
         comm: Communicator | None = None,
     ) -> None:
         """Name the model and how ranks exchange it; nothing happens before the block begins.
@@ -82,7 +85,8 @@ class Gossip:
         whose weights say how probably each peer is chosen, or a function (rank, living ranks, round) -> peers.
         `every`: updates of a rank from one exchange to the next. `seed`: seed of random peers. `on_change`: called
         with a kind and a rank after an update, in which this rank heard of it: `death`, `leave`, or `heal` if its own
-        model was replaced by a peer's. `comm`: the ranks of a test. The others mean what they mean in training. Raises
+        model was replaced by a peer's. `trace`: folder in which each of several ranks records its timeline
+        (docs/timeline.md). `comm`: the ranks of a test. The others mean what they mean in training. Raises
         PalaError for settings or tensors that cannot be used.
         """
         exchange = ExchangeConfig(
@@ -92,12 +96,14 @@ class Gossip:
             max_staleness=max_staleness,
             patience_s=patience_s,
         )
-        a2c = A2CConfig(momentum=momentum)
-        self._settings = checked(Config(total_steps=total_steps, seed=seed, exchange=exchange, a2c=a2c))
+        a2c, run = A2CConfig(momentum=momentum), RunConfig(trace=trace is not None)
+        self._settings = checked(Config(total_steps=total_steps, seed=seed, exchange=exchange, a2c=a2c, run=run))
         by_pairs = RULES[mixing].by_pairs
         self._own_topology = None if isinstance(topology, str) else own_peers(topology, by_pairs)
         self._every = _whole_number("every", every)
         self._on_change = on_change
+        self._trace_folder = Path(trace or "")
+        self._trace: Trace | None = None
         self._named = named_tensors(model)
         self._module = model if isinstance(model, nn.Module) else None
         self._comm = comm
@@ -162,6 +168,10 @@ class Gossip:
         self._start = _start_of(comm.size, states)
         _share_model(comm, flat, [state is not None for state in states], self._interrupt)
         flat.scatter()
+        if self._settings.run.trace:
+            from pala.comm.tracing import begin_trace
+
+            self._trace = self._stack.enter_context(closing(begin_trace(comm, comm.bcast(self._trace_folder))))
         self._exchange = GossipExchange(
             comm,
             flat.data,
@@ -174,6 +184,8 @@ class Gossip:
             num_exact=flat.num_exact,
             own_topology=self._own_topology,
         )
+        if self._trace is not None:
+            self._exchange.record(self._trace)
 
     def _begin_momentum(self, flat: FlatTensors) -> None:
         settings, kept = self._settings.a2c, (self._loaded or {}).get("movement")
@@ -295,6 +307,8 @@ class Gossip:
         if self._updates % self._every:
             exchange.count(steps)
             return
+        if self._trace is not None:
+            self._trace.lap("loop")
         flat.gather()
         healthy = math.isfinite(float(flat.data.sum()))
         if not exchange.after_update(steps, healthy) and exchange.stop is Stop.NONE:
@@ -303,6 +317,8 @@ class Gossip:
                 "learning rate."
             )
         flat.scatter()
+        if self._trace is not None:
+            self._trace.lap("exchange")
         if self._momentum is not None and exchange.heals > self._heals:
             self._momentum.restart()
         self._tell_changes(exchange)

@@ -44,6 +44,7 @@ PROGRAMS = (
     "simulate",
     "scores",
     "presets",
+    "trace",
 )
 
 

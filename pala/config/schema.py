@@ -303,6 +303,8 @@ class RunConfig:
     """Write TensorBoard event files."""
     checkpoint_interval_s: float = setting(120.0, between=(0.1, 1e7))
     """Seconds between two checkpoints of a rank."""
+    trace: bool = False
+    """Record each rank's timeline: where its time goes, and each message (`pala trace RUN`, docs/timeline.md)."""
 
 
 @dataclass(frozen=True)

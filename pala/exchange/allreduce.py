@@ -110,7 +110,7 @@ class AllReduce(ModelExchange):
         begin, barrier = time.perf_counter(), self._comm.ibarrier()
         wait = LongWait(self._comm.rank, "a gradient of every rank")
         wait_asleep(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, wait)
-        self.waited_s += time.perf_counter() - begin
+        self._waited_since(begin)
         self._comm.reduce(self._buffer.numpy(), "sum")
         if float(self._ends) > 0:
             self._stop, self._all_know = Stop.SIGNAL if float(self._signals) > 0 else Stop.CALLBACK, True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
+import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from pala.exchange.budget import ExchangeState, Stop
 from pala.system.errors import EndError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import log
+from pala.system.trace import Trace
 
 
 class End(NamedTuple):
@@ -103,6 +105,18 @@ class Exchange(abc.ABC):
 
     waited_s = 0.0  # time in which this rank could not go on
     message_bytes = 0  # of the largest message
+    trace: Trace | None = None  # records this rank's timeline, if there is one
+
+    def record(self, trace: Trace) -> None:
+        """Record waits and messages from now on."""
+        self.trace = trace
+
+    def _waited_since(self, begin_s: float) -> None:
+        """Count the time since then, by `time.perf_counter`, as waiting."""
+        end_s = time.perf_counter()
+        self.waited_s += end_s - begin_s
+        if self.trace is not None:
+            self.trace.span("wait", begin_s, end_s)
 
     @property
     @abc.abstractmethod

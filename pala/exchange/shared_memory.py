@@ -277,7 +277,7 @@ class SharedMemory(ModelExchange):
             return self._all_written() or self.stop is not Stop.NONE or wait.took_s > most_s
 
         wait_asleep(may_go_on, None, self._interrupt, _LONGEST_SLEEP_S, wait)
-        self.waited_s += time.perf_counter() - begin
+        self._waited_since(begin)
 
 
 _COUNTS = ("staleness_updates", "mixes", "models_sent", "models_mixed", "sends_without_buffer")

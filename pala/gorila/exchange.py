@@ -16,7 +16,9 @@ from torch import Tensor
 from pala.comm.base import Bytes, Communicator, Received, Receiver, Survivors
 from pala.exchange.base import Exchange, agree_on_end
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
+from pala.exchange.wire import kind_and_round
 from pala.gorila.members import NOBODY_ELSE, Members
+from pala.gorila.messages import Kind
 from pala.gorila.node import Node, Rules
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
@@ -279,7 +281,7 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.hurry(True)
         self._changed.wait(timeout_s)
         self._transport.hurry(False)
-        self.waited_s += time.perf_counter() - begin
+        self._waited_since(begin)
 
     def _replay_keeps_up(self) -> bool:
         self._experience = [block for block in self._experience if block.pending]
@@ -299,16 +301,28 @@ class GorilaExchange(Exchange, Receiver):
     # ---- whichever thread has the lock ---------------------------------------------------------------------------
 
     def _send(self, rank: int, data: np.ndarray) -> Bytes:
-        packet = Bytes(data)
+        begin_s, packet = time.perf_counter(), Bytes(data)
         self._transport.send(rank, packet)
+        if self.trace is not None:
+            kind, round_ = _kind_and_round(data)
+            self.trace.sent(kind, rank, round_, len(data), begin_s)
         return packet
 
     def on_message(self, message: Received) -> None:
+        begin_s = time.perf_counter()
+        self._take_in(message)
+        if self.trace is not None:
+            kind, round_ = _kind_and_round(message.data)
+            self.trace.received(kind, message.source, round_, message.took_s, begin_s)
+
+    def _take_in(self, message: Received) -> None:
         with self._changed:
             self._node.on_message(message.source, message.data)
             self._members.send_stop()
             while self._node.refusals:
                 log(f"[rank {self._comm.rank}] {self._node.refusals.popleft()}. Later ones are only counted.")
+                if self.trace is not None:
+                    self.trace.mark("refused a message", message.source)
             self._changed.notify_all()
 
     def on_tick(self) -> None:
@@ -325,6 +339,14 @@ class GorilaExchange(Exchange, Receiver):
             self._members.peer_died(rank)
             self._members.send_stop()
             self._changed.notify_all()
+        if self.trace is not None:
+            self.trace.mark("death", rank)
+
+
+def _kind_and_round(data: np.ndarray) -> tuple[str, int]:
+    """Return a message's kind and round for the timeline; any bytes may have come."""
+    kind, round_ = kind_and_round(data)
+    return (Kind(kind).name if kind in set(Kind) else "unreadable"), round_
 
 
 _COUNTS = ("gradients_sent", "parameters_received", "bytes_sent", "messages_refused", "steps_not_sent")

@@ -64,6 +64,8 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
             outcomes[what], status = f"interrupted by {interrupt.signal.name}", 128 + interrupt.signal
             break
         print_result(f"      {what}: {said}")
+    if config.run.trace:
+        print_result(f"      timeline: `pala trace {shlex.quote(str(result.run))}` makes it")
     final = checkpoint.policy_header(result.run / run_folder.POLICY)
     if final is not None and (best := kept_best(result.run / run_folder.BEST_POLICY, final)) is not None:
         found = f"mean return {best['mean_return']:g} in training, after {best['global_steps']:,} steps"

@@ -35,6 +35,7 @@ from pala.system.output import log, print_result
 
 if TYPE_CHECKING:
     from pala.exchange.sleeping import Sleeping
+    from pala.system.trace import Trace
 
 
 def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
@@ -142,8 +143,15 @@ def _make_exchange(
         agent.config.network.precision, agent.counters.time_s, beginning,
     ))  # fmt: skip
     may_stop = any(trainers.allgather(request.callbacks.may_stop))
+    trace: Trace | None = None
+    if run.config.run.trace:
+        from pala.comm.tracing import begin_trace
+
+        trace = begin_trace(trainers, run.trace_folder)
     # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
     exchange: Exchange = agent.make_exchange(job.comm, interrupt)
+    if trace is not None:
+        exchange.record(trace)
     if may_stop:
         exchange.listen()
     return exchange
@@ -174,6 +182,10 @@ def start_spare(
             log(f"[rank {rank}] takes the place of a rank that is gone.")
             agent.begin_late(run, exchange.state(), time.perf_counter() - began_s)
             run.start_metrics(agent.counters, agent.start.global_steps)
+            if run.config.run.trace:
+                from pala.comm.tracing import open_trace
+
+                exchange.record(open_trace(run.trace_folder, rank, job.comm.host, clock=None))
         except Exception as error:
             _give_up(job, sleeping, run, error)
             if isinstance(error, CollectiveError):  # of this rank alone

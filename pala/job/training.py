@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from signal import SIGTERM, Signals
 from typing import Any
@@ -35,6 +35,7 @@ from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.launcher import process_age_s
 from pala.system.output import log
 from pala.system.resources import on_cores
+from pala.system.trace import traced
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _CALLBACKS = ("", *Callbacks._fields)
@@ -77,7 +78,8 @@ class Training:
 
     def run(self) -> Result:
         """Train, then go through the phases of the end. Collective."""
-        with failing(self._job, self._run, self._exchange):
+        trace = self._exchange.trace
+        with failing(self._job, self._run, self._exchange), closing(trace) if trace is not None else nullcontext():
             loop = self._agent.make_loop(self._exchange, self._interrupt)
             self._stop = self._train(loop)
             if self._stop is Stop.NONE:  # it has left
@@ -86,10 +88,12 @@ class Training:
                     self._comm.detach()
                     return Result(self._run.folder, "left", self._exchange.global_steps, None, False, 0)
                 self._stop = self._cancel_leaving() if self._comm.outlives_ranks else self._sleep_until_end()
-            self._close()
+            with traced(trace, "close"):
+                self._close()
             completed: tuple[Callable[[], None], ...] = (self._agree, self._average, self._export)
             for phase in completed if self._stop.completes else (self._save_once_more,):
-                phase()
+                with traced(trace, phase.__name__.strip("_")):
+                    phase()
             self._finish()
             return self._conclude()
 
@@ -103,9 +107,10 @@ class Training:
         run.note_later(message_bytes=exchange.message_bytes, seconds_to_first_step=first_step_s)
 
         def on_interval(records: list[Record]) -> None:
-            run.write(records)
-            self._lead_if_first()
-            run.report(exchange.global_steps)
+            with traced(exchange.trace, "metrics"):
+                run.write(records)
+                self._lead_if_first()
+                run.report(exchange.global_steps)
             self._call("on_interval", self._callbacks.on_interval, records)
 
         def updated(updates: int) -> None:
@@ -128,8 +133,9 @@ class Training:
     def _keep(self) -> None:
         """Save, and judge the policy held from an earlier checkpoint, if this rank leads. What cannot be written is
         reported; the job continues."""
-        self._save_or_say()
-        self._judge(self._run.view)
+        with traced(self._exchange.trace, "checkpoint"):
+            self._save_or_say()
+            self._judge(self._run.view)
 
     def _save_or_say(self) -> None:
         """Save, or say why no file can be written."""

@@ -22,6 +22,7 @@ from pala.exchange.budget import Stop
 from pala.run.agent import Agent
 from pala.run.metrics import SECTIONS, Record
 from pala.system.interrupt import Interrupt
+from pala.system.trace import Trace
 
 _MOST_EPISODES = 1000  # records of an interval: of short episodes they would take gigabytes
 
@@ -29,7 +30,8 @@ _MOST_EPISODES = 1000  # records of an interval: of short episodes they would ta
 class Stopwatch:
     """Seconds in named sections since the last `split`; the rest is `other`."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
+        self._trace = trace
         self._begin = time.perf_counter()
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
 
@@ -40,7 +42,10 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - begin
+            end = time.perf_counter()
+            self._seconds[name] += end - begin
+            if self._trace is not None:
+                self._trace.span(name, begin, end)
 
     def move(self, seconds: float, source: str, target: str) -> None:
         """Count some of `source`'s time under `target` instead."""
@@ -69,7 +74,7 @@ class Loop(abc.ABC):
         self.counters, self._generator = agent.counters, agent.generator
         self._on_update: Callable[[int], None] = nothing_on_update
         self.began_with = replace(agent.counters)
-        self._watch = Stopwatch()
+        self._watch = Stopwatch(exchange.trace)
         self._records: list[Record] = []
         self._begin = time.perf_counter() - self.counters.time_s
 

@@ -71,6 +71,11 @@ class Run:
                     shutil.rmtree(self.folder if self.previous is None else self.segment, ignore_errors=True)
             raise
 
+    @property
+    def trace_folder(self) -> Path:
+        """Folder of this start's timeline, a file a rank."""
+        return self.folder / "trace" / self.segment.name
+
     # ---- records -------------------------------------------------------------------------------------------------
 
     def start_metrics(self, counters: Counters, global_steps: int) -> None:

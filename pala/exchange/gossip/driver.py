@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState, Rules
 from pala.exchange.wire import Message, Refusal, Wire
 from pala.system.output import log
+from pala.system.trace import Trace
 
 _SNAPSHOTS = 2  # that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
@@ -185,6 +187,7 @@ class GossipDriver(Receiver):
         self.distances: list[Any] = []
         self.heals = 0
         self._is_quiet = False
+        self.trace: Trace | None = None
         self._num_asked = 0  # times that a mix could have been measured
         self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
         self.offers: dict[int, Snapshot] = {}  # open ones, by the peer that is to answer
@@ -277,6 +280,17 @@ class GossipDriver(Receiver):
     # ---- the transport's calls -----------------------------------------------------------------------------------
 
     def on_message(self, message: Received) -> None:
+        begin_s = time.perf_counter()
+        opened = self._take_in(message)
+        if self.trace is not None:
+            came = opened.message
+            kind, round_ = (came.kind.name, came.round) if came is not None else ("unreadable", 0)
+            self.trace.received(kind, message.source, round_, message.took_s, begin_s)
+            if opened.refusal is not None:
+                self.trace.mark("refused a message", message.source)
+
+    def _take_in(self, message: Received) -> Opened:
+        """Tell the protocol of a message, and carry out what it asks for."""
         source, opened = message.source, self.models.open(message, self.offer_to(message.source))
         with self.lock:
             if self._takes_nothing(source) and (opened.message is None or opened.message.kind not in NEWS):
@@ -284,7 +298,7 @@ class GossipDriver(Receiver):
                 self._report_refusal(
                     source, Refusal(f"{_MOST_UNDER_WAY} models have been sent to it, which it does not take")
                 )
-                return
+                return opened
             if opened.message is not None:
                 rejected = opened.refusal is not None
                 took_s, late = message.took_s, message.too_late
@@ -296,11 +310,14 @@ class GossipDriver(Receiver):
             if opened.refusal is not None:
                 self._report_refusal(source, opened.refusal)
             self._notify()
+        return opened
 
     def on_death(self, rank: int) -> None:
         with self.lock:
             self._perform(self.protocol.peer_died(self.state, rank))
             self._notify()
+        if self.trace is not None:
+            self.trace.mark("death", rank)
 
     def on_tick(self) -> None:
         with self.lock:
@@ -355,13 +372,15 @@ class GossipDriver(Receiver):
     def _send_control(self, action: SendControl) -> None:
         """Send a message, but keep at most 8 unsent replies for each peer: a peer that receives nothing, but continues
         to send what has to be rejected, must not fill this rank's memory."""
-        packet = self.models.control(action.message)
+        begin_s, packet = time.perf_counter(), self.models.control(action.message)
         if action.message.kind not in NEWS:
             self._replies = [reply for reply in self._replies if reply[1].pending]
             if sum(peer == action.peer for peer, _ in self._replies) >= _MOST_REPLIES:
                 return
             self._replies.append((action.peer, packet))
         self.transport.send(action.peer, packet)
+        if self.trace is not None:
+            self.trace.sent(action.message.kind.name, action.peer, action.message.round, len(packet.data), begin_s)
 
     def _takes_nothing(self, peer: int) -> bool:
         """Return whether the models under way to this peer are too many for it to have received the last: its messages,
@@ -369,6 +388,7 @@ class GossipDriver(Receiver):
         return sum(one.peers == (peer,) and one.packet.pending > 0 for one in self.snapshots) >= _MOST_UNDER_WAY
 
     def _send_model(self, action: SendModel) -> None:
+        begin_s = time.perf_counter()
         kind, snapshot = action.message.kind, self._free_snapshot()
         if snapshot is None:
             assert kind is not Kind.MODEL, "the protocol was told that there is no memory for a snapshot"
@@ -383,6 +403,8 @@ class GossipDriver(Receiver):
             num_bytes = self.models.fill(snapshot.packet, action.message, action.whole)
         for peer in action.peers:
             self.transport.send(peer, snapshot.packet, bulk=True)
+            if self.trace is not None:
+                self.trace.sent(kind.name, peer, action.message.round, num_bytes, begin_s)
         self.counts["models_sent"] += len(action.peers)
         self.counts["bytes_sent"] += len(action.peers) * num_bytes
 

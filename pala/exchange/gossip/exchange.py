@@ -23,6 +23,7 @@ from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import log
+from pala.system.trace import Trace
 from pala.system.waiting import LongWait, wait_asleep
 
 if TYPE_CHECKING:
@@ -105,6 +106,10 @@ class GossipExchange(ModelExchange):
     def stop(self) -> Stop:
         self._transport.raise_failure()
         return self._state.budget.stop
+
+    def record(self, trace: Trace) -> None:
+        super().record(trace)
+        self.driver.trace = trace
 
     def stop_now(self, reason: Stop) -> None:
         self.driver.settle()  # perhaps a signal broke off a rollout
@@ -262,7 +267,7 @@ class GossipExchange(ModelExchange):
         self.driver.wait(_LOOK_S)  # it has just looked
         wait_asleep(lambda: self._may_continue(wait), None, self._interrupt, _LOOK_S, wait, self.driver.wait)
         self._transport.hurry(False)
-        self.waited_s += time.perf_counter() - begin
+        self._waited_since(begin)
 
     def _may_continue(self, wait: LongWait) -> bool:
         """Look whether the next update may begin. Raises PalaError if no model comes for a rank that has none."""

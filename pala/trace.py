@@ -1,0 +1,6 @@
+"""The program `python -m pala.trace`."""
+
+from pala.report.draw_timeline import main
+
+if __name__ == "__main__":
+    main()
