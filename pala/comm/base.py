@@ -174,7 +174,7 @@ class Deaths(abc.ABC):
 
 
 class SharedBlock(abc.ABC):
-    """Memory that all ranks of one host see."""
+    """Memory that ranks of one host see."""
 
     data: np.ndarray  # uint8 [bytes], with any content at first
 
@@ -184,7 +184,7 @@ class SharedBlock(abc.ABC):
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Give the memory back; after that the array must not be used. Collective."""
+        """Give the memory back; after that the array must not be used. Collective for those that share it."""
 
 
 class Survivors(abc.ABC):
@@ -277,8 +277,9 @@ class Communicator(abc.ABC):
         """Return True if all ranks share memory. Collective."""
 
     @abc.abstractmethod
-    def share_memory(self, num_bytes: int) -> SharedBlock:
-        """Return memory that the ranks of one host share. Collective. Raises PalaError if there is too little of it."""
+    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
+        """Return memory that ranks of one host share: all ranks, or those `among` which this one is; each rank is in
+        one such part. Collective. Raises PalaError if there is too little of it."""
 
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:

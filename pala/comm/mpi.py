@@ -53,8 +53,9 @@ class _Window(SharedBlock):
             self._window = MPI.Win.Allocate_shared(own_bytes, 1, comm=cast(MPI.Intracomm, comm))
         except MPI.Exception as error:
             raise PalaError(
-                f"{num_bytes / 2**20:.0f} MiB of shared memory for 'exchange.kind' 'shared_memory' could not be had "
-                f"({error}). In a container give it more (`--shm-size`); see `df /dev/shm`."
+                f"{num_bytes / 2**20:.0f} MiB of shared memory, for 'exchange.kind' 'shared_memory' or for a group of "
+                f"ranks ('exchange.group'), could not be had ({error}). In a container give it more (`--shm-size`); see "
+                "`df /dev/shm`."
             ) from None
         block, _ = self._window.Shared_query(0)
         self.data = np.frombuffer(cast(memoryview, block), np.uint8, num_bytes)
@@ -183,9 +184,9 @@ class MpiCommunicator(Communicator):
         node.Free()
         return together
 
-    def share_memory(self, num_bytes: int) -> SharedBlock:
+    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
         self.barrier()
-        return _Window(self.mpi, num_bytes)
+        return _Window(self.mpi if among is None else self.mpi.Split(among[0], self.rank), num_bytes)
 
     def facts(self) -> dict[str, Any]:
         return {

@@ -11,6 +11,9 @@ from pala.system.errors import PalaError
 from pala.system.tables import flatten, shown
 
 
+_MOST_IN_A_GROUP = 1_000_000
+
+
 def check(config: Config, source: str) -> None:
     """Raise PalaError for a value outside its range, and for settings that do not go together."""
     values = flatten(dataclasses.asdict(config))
@@ -28,6 +31,7 @@ def check(config: Config, source: str) -> None:
     if config.algorithm == "gorila":
         _check_replay(config, source)
     _check_spares(config, source)
+    _check_groups(config, source)
     name = config.run.name
     if name in (".", "..") or "/" in name:
         raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
@@ -51,6 +55,11 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
         raise PalaError(
             f"{source}: 'exchange.exchanges_per_update' is {exchange.exchanges_per_update}, but 'exchange.mixing' is "
             f"{exchange.mixing!r}, by which a rank sends once an update; set the one to 1 or the other to 'paired'."
+        )
+    if exchange.group != "host" and not 1 <= exchange.group <= _MOST_IN_A_GROUP:
+        raise PalaError(
+            f"{source}: 'exchange.group' is {exchange.group} but must be 'host' or lie between 1 and "
+            f"{_MOST_IN_A_GROUP:,}."
         )
     for key, values in kind_of(exchange).allows.items():
         if (value := getattr(exchange, key)) not in values:
@@ -85,6 +94,20 @@ def _check_spares(config: Config, source: str) -> None:
             f"{source}: 'run.spares' is {config.run.spares}, but 'exchange.kind' is {config.exchange.kind!r}, in which "
             "no rank can take another's place while training runs; 'gossip' can. Leave it out, and let "
             "`launch/supervise.py` restart the job."
+        )
+
+
+def _check_groups(config: Config, source: str) -> None:
+    """Raise PalaError for groups of ranks where there can be none."""
+    if not config.exchange.has_groups:
+        return
+    group = f"{source}: 'exchange.group' is {config.exchange.group!r}"
+    if config.exchange_kind.of_algorithm:
+        raise PalaError(f"{group}, but 'algorithm' is {config.algorithm!r}, whose ranks form no groups; leave it out.")
+    if config.run.spares:
+        raise PalaError(
+            f"{group} and 'run.spares' is {config.run.spares}, but a spare cannot join a group; set one of them to its "
+            "default. A group continues without a rank that dies."
         )
 
 
@@ -131,6 +154,6 @@ def _check_roles(gorila: GorilaConfig, source: str) -> None:
         )
 
 
-def _listed(values: tuple[str, ...]) -> str:
+def _listed(values: tuple[object, ...]) -> str:
     """Return values as words: 'a' and 'b'."""
     return " and ".join(map(repr, values))

@@ -116,6 +116,11 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         """Closeness that the ranks' models must have (`ExchangeKind.coupling`)."""
         return 0
 
+    def continues(self, before: Config) -> bool:
+        """Return whether the ranks may begin with models of their own that a run with the settings `before` left
+        them."""
+        return True
+
     @property
     @abc.abstractmethod
     def shared_tensors(self) -> list[Tensor]:
@@ -167,6 +172,8 @@ class Agent(abc.ABC, Generic[ExchangeT]):
             self.start = ExchangeState([0] * len(run.hosts))
             return
         saved = Saved.find(comm, run.previous, self.flat, self.coupling)
+        if not self.continues(saved.config):
+            saved = replace(saved, own=None)
         restored = self.restore(comm, saved)
         if saved.own is not None:
             _restore_generator(comm.rank, self.generator, saved.own)
