@@ -278,8 +278,10 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
-        """Return memory that ranks of one host share: all ranks, or those `among` which this one is; each rank is in
-        one such part. Collective. Raises PalaError if there is too little of it."""
+        """Return memory that ranks of one host share. Collective. Raises PalaError if there is too little of it.
+
+        It is for all ranks, and may be lost when one dies; or, beginning with zeros, for those `among` which this rank
+        is, as long as one of them lives."""
 
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:

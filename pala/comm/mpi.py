@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from mpi4py import MPI
 
 from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
+from pala.comm.mapped_file import share
 from pala.comm.ulfm import Barrier, MpiDeaths, is_death
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
@@ -53,9 +54,8 @@ class _Window(SharedBlock):
             self._window = MPI.Win.Allocate_shared(own_bytes, 1, comm=cast(MPI.Intracomm, comm))
         except MPI.Exception as error:
             raise PalaError(
-                f"{num_bytes / 2**20:.0f} MiB of shared memory, for 'exchange.kind' 'shared_memory' or for a group of "
-                f"ranks ('exchange.group'), could not be had ({error}). In a container give it more (`--shm-size`); see "
-                "`df /dev/shm`."
+                f"{num_bytes / 2**20:.0f} MiB of shared memory for 'exchange.kind' 'shared_memory' could not be had "
+                f"({error}). In a container give it more (`--shm-size`); see `df /dev/shm`."
             ) from None
         block, _ = self._window.Shared_query(0)
         self.data = np.frombuffer(cast(memoryview, block), np.uint8, num_bytes)
@@ -185,8 +185,10 @@ class MpiCommunicator(Communicator):
         return together
 
     def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
+        if among is not None:
+            return share(self, num_bytes, among)
         self.barrier()
-        return _Window(self.mpi if among is None else self.mpi.Split(among[0], self.rank), num_bytes)
+        return _Window(self.mpi, num_bytes)
 
     def facts(self) -> dict[str, Any]:
         return {

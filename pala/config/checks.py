@@ -10,7 +10,6 @@ from pala.config.schema import Config, ExchangeConfig, GorilaConfig
 from pala.system.errors import PalaError
 from pala.system.tables import flatten, shown
 
-
 _MOST_IN_A_GROUP = 1_000_000
 
 

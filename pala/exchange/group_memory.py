@@ -38,7 +38,7 @@ class GroupMemory:
         shared memory."""
         self._place = {rank: place for place, rank in enumerate(members)}
         self._rank = comm.rank
-        n = len(members)
+        n = len(members)  # all words begin with 0
         num_words = n * _COLUMNS + _COLUMNS + n + 2 * comm.size
         self._block = comm.share_memory(num_words * 8 + (n + 2) * num_parameters * 4, members)
         words = self._block.data[: num_words * 8].view(np.int64)
@@ -49,17 +49,6 @@ class GroupMemory:
         self._steps = steps.view(np.uint64)
         floats = torch.from_numpy(self._block.data[num_words * 8 :].view(np.float32).reshape(n + 2, num_parameters))
         self._gradients, self.mean, self.model = floats[:n], floats[n], floats[n + 1]
-        own = self._place[comm.rank]
-        self._gradients[own] = 0.0  # the pages lie near the rank that first touches them
-        self._members[own] = 0
-        if own == 0:
-            words[n * _COLUMNS :] = 0
-        self._block.fence()
-        comm.barrier()
-
-    def free(self) -> None:
-        """Give the memory back. Collective for the members."""
-        self._block.free()
 
     # ---- what each member says -------------------------------------------------------------------------------------
 

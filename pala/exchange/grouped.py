@@ -58,7 +58,7 @@ class GroupedGossip(GossipExchange):
         seed: int = 0,
         num_exact: int = 0,
     ) -> None:
-        """Gossip as `GossipExchange` does. `groups`: number of each rank's group, within which the parameters are equal.
+        """Gossip as `GossipExchange` does. `groups`: number of each rank's group; the parameters are equal within each.
         Collective."""
         self._groups = groups
         self._members: Sequence[int] = members_of(groups)[groups[comm.rank]]  # those of the newest decision
@@ -83,7 +83,7 @@ class GroupedGossip(GossipExchange):
         self._end = Stop.NONE  # why training ends on this rank
         self._all_end = False  # and on the others of its group, after the same update
         self._is_closed = False
-        self._is_leading = self._leads
+        self._is_leading = comm.rank == self._members[0]
         self._num_published = 0  # mixes that all ranks of the group have
 
     # ---- what the loop asks ----------------------------------------------------------------------------------------
@@ -237,8 +237,6 @@ class GroupedGossip(GossipExchange):
             self._wait_for_group(self._is_decided, "the end of its group", timeout_s)  # they are, or will be, at it
         stop = super().close(timeout_s)
         self._is_closed = True
-        if len(self._state.budget.present) == self._comm.size:  # freeing waits for everybody
-            self._memory.free()
         return stop
 
     def metrics(self) -> dict[str, Any]:

@@ -333,7 +333,7 @@ class MemoryCommunicator(Communicator):
 
     def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
         first = 0 if among is None else among[0]
-        return _Array(self, self._gather(np.empty(num_bytes, np.uint8) if self.rank == first else None)[first])
+        return _Array(self, self._gather(np.zeros(num_bytes, np.uint8) if self.rank == first else None)[first])
 
     def facts(self) -> dict[str, Any]:
         return {"mpi": "none: ranks are threads of one process", "mpi_standard": [], "mpi_thread_level": None}
