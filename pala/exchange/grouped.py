@@ -150,11 +150,16 @@ class GroupedGossip(GossipExchange):
         self._count(steps)
         if not self._is_published(healthy):
             self._wait_for_group(lambda: self._is_published(healthy), "its leader's model")
-        has_model, healed, finite, stop = self._memory.published()
+        has_model, was_healthy, finite, stop = self._memory.published()
+        if healthy != was_healthy:
+            raise PalaError(
+                f"[rank {self._comm.rank}] its model is no longer that of its group: one of them is not finite, so "
+                "memory was damaged. This rank ends; the others may continue."
+            )
         if not self._is_leading:
             if has_model:
                 self._parameters.copy_(self._memory.model)
-            self.driver.heals += healed
+            self.driver.heals += finite and not healthy
         if stop:
             self._end_together(Stop(stop))
         return finite
@@ -221,12 +226,11 @@ class GroupedGossip(GossipExchange):
         if not self._is_leading:
             self._is_leading = True
             self.driver.begin()
-        heals = self.driver.heals
         finite = super().after_update(0, healthy)  # its steps have been counted
-        healed, has_moved = self.driver.heals > heals, self.driver.num_mixes > self._num_published
+        has_moved = self.driver.num_mixes > self._num_published
         self._num_published = self.driver.num_mixes
         model = self._parameters if has_moved else None
-        self._memory.publish(self._update, model, healed, finite, self._state.budget.stop)
+        self._memory.publish(self._update, model, healthy, finite, self._state.budget.stop)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
