@@ -10,8 +10,6 @@ from pala.config.schema import Config, ExchangeConfig, GorilaConfig
 from pala.system.errors import PalaError
 from pala.system.tables import flatten, shown
 
-_MOST_IN_A_GROUP = 1_000_000
-
 
 def check(config: Config, source: str) -> None:
     """Raise PalaError for a value outside its range, and for settings that do not go together."""
@@ -21,7 +19,8 @@ def check(config: Config, source: str) -> None:
             continue
         value = values[key]
         low, high = facts.between
-        numbers = value if isinstance(value, tuple) else (value,)
+        values_of_key = value if isinstance(value, tuple) else (value,)
+        numbers = [number for number in values_of_key if not isinstance(number, str)]  # a word has been checked
         if not all(low <= number <= high for number in numbers):
             every = "every number " if isinstance(value, tuple) else ""
             raise PalaError(f"{source}: '{key}' is {shown(value)} but {every}must lie between {low:g} and {high:g}.")
@@ -54,11 +53,6 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
         raise PalaError(
             f"{source}: 'exchange.exchanges_per_update' is {exchange.exchanges_per_update}, but 'exchange.mixing' is "
             f"{exchange.mixing!r}, by which a rank sends once an update; set the one to 1 or the other to 'paired'."
-        )
-    if exchange.group != "host" and not 1 <= exchange.group <= _MOST_IN_A_GROUP:
-        raise PalaError(
-            f"{source}: 'exchange.group' is {exchange.group} but must be 'host' or lie between 1 and "
-            f"{_MOST_IN_A_GROUP:,}."
         )
     for key, values in kind_of(exchange).allows.items():
         if (value := getattr(exchange, key)) not in values:
