@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,10 @@ class A2CAgent(Agent[ModelExchange]):
     def coupling(self) -> int:
         return self.config.exchange_kind.coupling
 
-    def continues(self, before: Config) -> bool:
-        return not self.config.exchange.has_groups or before.exchange.group == self.config.exchange.group
+    def can_continue(self, saved: Saved, hosts: Sequence[str]) -> bool:
+        """Return whether those that hold one model now have held one before."""
+        now = self.config.exchange
+        return not now.has_groups or groups_of(saved.hosts, saved.config.exchange.group) == groups_of(hosts, now.group)
 
     @property
     def shared_tensors(self) -> list[Tensor]:
