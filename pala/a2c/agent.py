@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ from pala.comm.base import Communicator
 from pala.config import Config
 from pala.envs.vector import Envs
 from pala.exchange.base import ModelExchange
+from pala.exchange.flat import share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
+from pala.exchange.groups import groups_of, members_of
 from pala.exchange.make import check_placement, check_size, make_exchange
 from pala.networks.make import actor_critic, make_tape
 from pala.networks.network import FlatParameters, blank_observations
@@ -52,6 +55,11 @@ class A2CAgent(Agent[ModelExchange]):
     def coupling(self) -> int:
         return self.config.exchange_kind.coupling
 
+    def can_continue(self, saved: Saved, hosts: Sequence[str]) -> bool:
+        """Return whether those that hold one model now have held one before."""
+        now = self.config.exchange
+        return not now.has_groups or groups_of(saved.hosts, saved.config.exchange.group) == groups_of(hosts, now.group)
+
     @property
     def shared_tensors(self) -> list[Tensor]:
         return list(self.a2c.tensors.values())
@@ -65,8 +73,8 @@ class A2CAgent(Agent[ModelExchange]):
             collectively(comm, lambda: check_actor_critic(own, len(self.flat.data)))
             self._take(own)
             counters = own.counters
-            if self.config.exchange_kind.averages_gradients:
-                counters = self._begin_alike(comm, counters)
+            for members in self._holding_one_model(comm):
+                counters = self._begin_alike(comm, counters, members)
         self.a2c.kept = Kept(**{name: counters[name] for name in asdict(self.a2c.kept)})
         return counters
 
@@ -120,13 +128,25 @@ class A2CAgent(Agent[ModelExchange]):
         self.share(comm)
         return counters
 
-    def _begin_alike(self, comm: Communicator, counters: dict[str, Any]) -> dict[str, Any]:
-        """Take over the model and counts of the rank that came furthest, since ranks save at unlike times. Returns this
-        rank's counters with these counts. Collective."""
+    def _holding_one_model(self, comm: Communicator) -> list[list[int]]:
+        """Return the ranks of every group that holds one model. Collective."""
+        if self.config.exchange_kind.averages_gradients:
+            return [list(range(comm.size))]
+        if not self.config.exchange.has_groups:
+            return []
+        return members_of(groups_of(comm.allgather(comm.host), self.config.exchange.group))
+
+    def _begin_alike(self, comm: Communicator, counters: dict[str, Any], members: list[int]) -> dict[str, Any]:
+        """Take over the model and counts of that one of `members` that came furthest, since ranks save at unlike times.
+        Returns this rank's counters with these counts; of a rank that is not among them, as they are. Collective."""
         updates = comm.allgather(counters["updates"])
-        root = updates.index(max(updates))
-        self.share(comm, root)
+        root = max(members, key=lambda rank: updates[rank])
+        is_member = comm.rank in members
+        tensors = self.shared_tensors if is_member else [tensor.clone() for tensor in self.shared_tensors]
+        share_tensors(comm, tensors, tensors[0], root)
         newest = comm.bcast(counters, root)
+        if not is_member:
+            return counters
         return counters | {
             "updates": newest["updates"],
             "applied": newest["applied"],

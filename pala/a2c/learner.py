@@ -48,7 +48,7 @@ class Learner(Loop):
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
         self._movement = Movement(agent.a2c.learned)
-        self._ends_alone = not agent.config.exchange_kind.averages_gradients
+        self._ends_alone = not exchange.has_one_pace
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self.observations = self._to_device(self._envs.reset(env_seeds))
@@ -183,13 +183,14 @@ class Learner(Loop):
         """Return the number of learners whose mean gradient is to be clipped; 1: this rank's own gradient is."""
         config = self._config
         mixes = config.exchange_kind.coupling == 1
-        return max(1, len(self._exchange.living)) if mixes and config.a2c.gradient_clipping == "mean" else 1
+        return self._exchange.num_models if mixes and config.a2c.gradient_clipping == "mean" else 1
 
     def _learning_rate(self) -> float:
         """Return the rate of this update. Ranks that died do not count."""
         config, rate = self._config, self._config.a2c.learning_rate
         if config.a2c.learning_rate_scaling == "ranks":
-            factor = learning_rate_factor(config.exchange, max(1, len(self._exchange.living)))  # 0: all are leaving
+            exchange = self._exchange
+            factor = learning_rate_factor(config.exchange, exchange.num_learners, exchange.num_models)
             rate *= min(factor, config.a2c.learning_rate_most_scaling)
         if warmup := config.a2c.learning_rate_warmup_updates:
             rate *= min(1.0, (self.counters.updates - self._a2c.kept.warms_up_from + 1) / warmup)

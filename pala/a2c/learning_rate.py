@@ -24,15 +24,19 @@ def kept_by_mixing(exchange: ExchangeConfig, ranks: int) -> float:
     return 1 / (1 + _MODEL_AGE_UPDATES * others / (1 + others))
 
 
-def learning_rate_factor(exchange: ExchangeConfig, ranks: int) -> float:
+def learning_rate_factor(exchange: ExchangeConfig, ranks: int, models: int | None = None) -> float:
     """Return the factor by which `ranks` learners step further than one alone, if `a2c.learning_rate_scaling` is
-    `ranks`.
+    `ranks`. `models`: how many models they hold, where groups of ranks hold one; None: one each.
 
     A batch of N learners allows steps √N times as long (Malladi et al. 2022, arXiv 2205.10287), and GALA multiplies by
     √N. RMSprop divides by the size of a rank's own gradient, which noise makes √N times that of the mean of N: so where
-    every rank divides by itself, the same rate gives steps √N shorter, and mixing may take back a part of them.
+    every rank divides by itself, the same rate gives steps √N shorter, and mixing may take back a part of them. A group
+    of n ranks divides by the size of its mean gradient: then they are √(N / n) shorter.
     """
     kind = kind_of(exchange)
     if kind.independent:
         return 1.0
-    return math.sqrt(ranks) if kind.averages_gradients else ranks / kept_by_mixing(exchange, ranks)
+    if kind.averages_gradients:
+        return math.sqrt(ranks)
+    models = models or ranks
+    return math.sqrt(ranks / models) * models / kept_by_mixing(exchange, models)

@@ -3,7 +3,7 @@ that takes a place builds its network and environments by it, while its transpor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -60,7 +60,7 @@ class Alone(Communicator):
     def are_on_one_host(self) -> bool:
         return True
 
-    def share_memory(self, num_bytes: int) -> SharedBlock:
+    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
         raise NotImplementedError("a rank alone shares no memory")
 
     def facts(self) -> dict[str, Any]:

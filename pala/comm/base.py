@@ -187,7 +187,7 @@ class Deaths(abc.ABC):
 
 
 class SharedBlock(abc.ABC):
-    """Memory that all ranks of one host see."""
+    """Memory that ranks of one host see."""
 
     data: np.ndarray  # uint8 [bytes], with any content at first
 
@@ -197,7 +197,7 @@ class SharedBlock(abc.ABC):
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Give the memory back; after that the array must not be used. Collective."""
+        """Give the memory back; after that the array must not be used. Collective for those that share it."""
 
 
 class Survivors(abc.ABC):
@@ -295,8 +295,11 @@ class Communicator(abc.ABC):
         """Return True if all ranks share memory. Collective."""
 
     @abc.abstractmethod
-    def share_memory(self, num_bytes: int) -> SharedBlock:
-        """Return memory that the ranks of one host share. Collective. Raises PalaError if there is too little of it."""
+    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
+        """Return memory that ranks of one host share. Collective. Raises PalaError if there is too little of it.
+
+        It is for all ranks, and may be lost when one dies; or, beginning with zeros, for those `among` which this rank
+        is, as long as one of them lives."""
 
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:

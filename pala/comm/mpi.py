@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from mpi4py import MPI
 
 from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
+from pala.comm.mapped_file import share
 from pala.comm.ulfm import Barrier, MpiDeaths, is_death
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
@@ -183,7 +184,9 @@ class MpiCommunicator(Communicator):
         node.Free()
         return together
 
-    def share_memory(self, num_bytes: int) -> SharedBlock:
+    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
+        if among is not None:
+            return share(self, num_bytes, among)
         self.barrier()
         return _Window(self.mpi, num_bytes)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pala.config.schema import ExchangeConfig
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 ACTOR_CRITIC = ("a2c",)
 """Algorithms that play rollouts and exchange models: they read the sections `a2c` and `exchange`."""
 
-_WHOLE_MODELS: Mapping[str, tuple[str, ...]] = {"mixing": ("uniform",), "compression": ("none",)}
+_NO_GROUPS: Mapping[str, tuple[Any, ...]] = {"group": (1,)}
+_WHOLE_MODELS: Mapping[str, tuple[Any, ...]] = {"mixing": ("uniform",), "compression": ("none",), **_NO_GROUPS}
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class ExchangeKind:
     """A way of training on several ranks: a value of `exchange.kind`."""
 
     name: str
-    allows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    allows: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Field of `ExchangeConfig` -> its only allowed values; any value of a field that is not here."""
     default_topology: str = "random"
     """The topology that `auto` stands for."""
@@ -59,8 +60,9 @@ _KINDS = (
         allows={"topology": ("auto", "ring", "complete"), **_WHOLE_MODELS},
     ),
     ExchangeKind("allreduce", averages_gradients=True, allows=_WHOLE_MODELS),
-    # Allows gossip's settings without reading them: the benchmark measures it beside gossip, with the same ones.
-    ExchangeKind("none", independent=True, outlives_ranks=True),
+    # Allows gossip's settings without reading them: the benchmark measures it beside gossip, with the same ones. Not
+    # groups, whose ranks would be expected to hold one model.
+    ExchangeKind("none", independent=True, outlives_ranks=True, allows=_NO_GROUPS),
 )
 KINDS: Mapping[str, ExchangeKind] = {kind.name: kind for kind in _KINDS}
 

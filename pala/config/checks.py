@@ -19,7 +19,8 @@ def check(config: Config, source: str) -> None:
             continue
         value = values[key]
         low, high = facts.between
-        numbers = value if isinstance(value, tuple) else (value,)
+        values_of_key = value if isinstance(value, tuple) else (value,)
+        numbers = [number for number in values_of_key if not isinstance(number, str)]  # a word has been checked
         if not all(low <= number <= high for number in numbers):
             every = "every number " if isinstance(value, tuple) else ""
             raise PalaError(f"{source}: '{key}' is {shown(value)} but {every}must lie between {low:g} and {high:g}.")
@@ -28,6 +29,7 @@ def check(config: Config, source: str) -> None:
     if config.algorithm == "gorila":
         _check_replay(config, source)
     _check_spares(config, source)
+    _check_groups(config, source)
     name = config.run.name
     if name in (".", "..") or "/" in name:
         raise PalaError(f"{source}: 'run.name' is {name!r} but must be a plain folder name; 'run.dir' says where.")
@@ -88,6 +90,20 @@ def _check_spares(config: Config, source: str) -> None:
         )
 
 
+def _check_groups(config: Config, source: str) -> None:
+    """Raise PalaError for groups of ranks where there can be none."""
+    if not config.exchange.has_groups:
+        return
+    group = f"{source}: 'exchange.group' is {config.exchange.group!r}"
+    if config.exchange_kind.of_algorithm:
+        raise PalaError(f"{group}, but 'algorithm' is {config.algorithm!r}, whose ranks form no groups; leave it out.")
+    if config.run.spares:
+        raise PalaError(
+            f"{group} and 'run.spares' is {config.run.spares}, but a spare cannot join a group; set one of them to its "
+            "default. A group continues without a rank that dies."
+        )
+
+
 def _check_gorila(gorila: GorilaConfig, source: str) -> None:
     """Raise PalaError for settings of Gorila that do not go together."""
     _check_roles(gorila, source)
@@ -131,6 +147,6 @@ def _check_roles(gorila: GorilaConfig, source: str) -> None:
         )
 
 
-def _listed(values: tuple[str, ...]) -> str:
+def _listed(values: tuple[object, ...]) -> str:
     """Return values as words: 'a' and 'b'."""
     return " and ".join(map(repr, values))

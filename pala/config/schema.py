@@ -190,10 +190,18 @@ class ExchangeConfig:
     compression: CompressionName = setting("none", kinds=("gossip",))
     """The part of a model that is sent, for slow links. `none`: all, float32 [GALA, PALA]. `bfloat16`: all, rounded,
     half the bytes (ours). `top_k`: what changed most since it was last sent (parallel Sarsa, Grounds & Kudenko)."""
+    group: int | Literal["host"] = setting(1, between=(1, 1e6), kinds=("gossip",))
+    """Ranks of one host that hold one model: their gradients are averaged at each update, and the first of them gossips
+    for all (docs/exchanges.md). `host`: all ranks of a host; 1: no groups. Ours, after SGP's all-reduce in a node."""
     top_k_fraction: float = setting(
         0.05, between=(1e-9, 1), kinds=("gossip",), unless={"exchange.compression": ("none", "bfloat16")}
     )
     """`top_k`: the most parameters a message holds, as a fraction of all; from 0.5 on models go whole. Ours."""
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether ranks of a host may hold one model."""
+        return self.group != 1
 
     @property
     def graph(self) -> str:

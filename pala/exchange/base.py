@@ -188,7 +188,19 @@ class Exchange(abc.ABC):
 class ModelExchange(Exchange):
     """The exchange of A2C: between two updates, the learner's parameters pass through here."""
 
+    has_one_pace = False
+    """Whether this rank makes each update together with others: then it ends after an update, as they do."""
     culprits: Sequence[int] = ()  # other ranks whose gradients made the last average not finite
+
+    @property
+    def num_learners(self) -> int:
+        """Number of ranks that train, as this update knows it: the same on all ranks that make it together."""
+        return max(1, len(self.living))  # 0: all are leaving
+
+    @property
+    def num_models(self) -> int:
+        """Number of different models among them."""
+        return self.num_learners
 
     @property
     def heals(self) -> int:

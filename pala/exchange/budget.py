@@ -59,6 +59,8 @@ class StepBudget:
     left: set[int]
     """Ranks that have left in good order, dead since or not."""
     stop_told: bool
+    groups: Sequence[int]
+    """Number of each rank's group, [size], where ranks form groups; else empty."""
 
     def __init__(
         self,
@@ -68,9 +70,11 @@ class StepBudget:
         steps_by_rank: Iterable[int] | None = None,
         base_steps: int = 0,
         spares: int = 0,
+        groups: Sequence[int] = (),
     ) -> None:
         """`steps_by_rank`: steps of every rank at the start; the last `spares` ranks sleep until one of those before is
         gone."""
+        self.groups = tuple(groups)
         self.rank, self.size = rank, size
         self.num_places = size - spares
         self.budget_steps = budget_steps
@@ -126,6 +130,17 @@ class StepBudget:
         with every further death one who had to train still has to."""
         lowest = [rank for rank in self.present if rank not in self.left][: self.num_places]
         return self.stop is Stop.NONE and self.rank in lowest
+
+    @property
+    def leaders(self) -> Sequence[int]:
+        """Ranks that gossip: of each group the lowest that lives and trains; without groups all. Sorted. Nobody is
+        elected: all agree as soon as they have heard of the same deaths, in whatever order."""
+        if not self.groups:
+            return self.living
+        first: dict[int, int] = {}
+        for rank in self.living:
+            first.setdefault(self.groups[rank], rank)
+        return sorted(first.values())
 
     @property
     def lost(self) -> list[int]:
@@ -195,9 +210,11 @@ class StartState(NamedTuple):
     start: ExchangeState  # of every rank, those that sleep too
 
 
-def budget_of(comm: Communicator, start: ExchangeState, total_steps: int, spares: int = 0) -> StepBudget:
+def budget_of(
+    comm: Communicator, start: ExchangeState, total_steps: int, spares: int = 0, groups: Sequence[int] = ()
+) -> StepBudget:
     """Return what a rank of a job knows when it begins, or begins to sleep."""
-    return StepBudget(comm.rank, comm.size, total_steps, start.steps_by_rank, start.base_steps, spares)
+    return StepBudget(comm.rank, comm.size, total_steps, start.steps_by_rank, start.base_steps, spares, groups)
 
 
 def broadcast_peers(rank: int, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -40,6 +40,22 @@ def make_exchange(
         from pala.exchange.shared_memory import SharedMemory
 
         return SharedMemory(comm, parameters, config.exchange, budget_steps, start, interrupt, num_exact)
+    if kind == "gossip" and config.exchange.has_groups:
+        from pala.exchange.grouped import GroupedGossip
+        from pala.exchange.groups import groups_of
+
+        return GroupedGossip(
+            comm,
+            parameters,
+            signature,
+            config.exchange,
+            start,
+            interrupt,
+            groups_of(comm.allgather(comm.host), config.exchange.group),
+            total_steps=budget_steps,
+            seed=config.seed,
+            num_exact=num_exact,
+        )
     if kind == "gossip":
         return GossipExchange(
             comm,
@@ -70,3 +86,7 @@ def check_placement(comm: Communicator, config: ExchangeConfig) -> None:
         from pala.exchange.shared_memory import check_one_host
 
         check_one_host(comm)
+    if config.has_groups:
+        from pala.exchange.groups import check_groups
+
+        check_groups(comm.allgather(comm.host), config.group)

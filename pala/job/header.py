@@ -11,6 +11,7 @@ from pala.algorithms import ALGORITHMS
 from pala.config import Config
 from pala.config.catalogue import ACTOR_CRITIC, kind_of
 from pala.config.influence import unused_overrides
+from pala.exchange.groups import described, groups_of
 from pala.system.text import counted
 
 if TYPE_CHECKING:  # torch
@@ -69,6 +70,8 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
         f"      network of {agent.flat.num_learned:,} parameters, {config.network.precision}, on {agent.device}",
         f"      {config.total_steps:,} steps over all ranks{made}{learns}",
     ]
+    if config.exchange.has_groups:
+        lines.insert(2, f"      {described(groups_of(hosts, config.exchange.group))}")
     return "\n".join(lines)
 
 

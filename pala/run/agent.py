@@ -55,20 +55,26 @@ class Saved:
     num_trainers: int  # ranks that trained then; of spares none, though they took a place
     num_lost: int  # ranks that had died; at least so many
     config: Config  # that the run had
+    hosts: Sequence[str]  # of each rank
 
     @classmethod
     def find(cls, comm: Communicator, segment: Path, flat: FlatParameters, coupling: int) -> Saved:
         """Read the checkpoints of such a network. `coupling`: closeness that the ranks' models must have.
         Collective."""
 
-        config = from_first(comm, lambda: run_folder.config_of(segment.parents[1]))
+        def facts() -> tuple[Config, list[str]]:
+            record = run_folder.read(segment.parents[1])
+            hosts = [entry.get("hosts", []) for entry in record["segments"] if entry["segment"] == segment.name]
+            return run_folder.config_of(segment.parents[1], record), hosts[0] if hosts else []
+
+        config, hosts = from_first(comm, facts)
 
         def load(rank: int, ranks: int | None = None) -> RankState:
             return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
 
         first = collectively(comm, lambda: load(0))
         if first.num_trainers != comm.size or coupling > config.exchange_kind.coupling:
-            return cls(segment, None, first.num_trainers, 0, config)
+            return cls(segment, None, first.num_trainers, 0, config, hosts)
         own = collectively(comm, lambda: load(comm.rank, first.ranks))
         # A spare that trains is in the place of somebody who may have died before the next checkpoint of any other.
         replaced = from_first(comm, lambda: checkpoint.has_spares(segment, first))
@@ -76,7 +82,7 @@ class Saved:
         updates = comm.allgather(own.counters["updates"])
         # Killed between the ranks' first checkpoints: some have weights that nobody learned.
         untrained = coupling == 1 and any(updates) and not all(updates)
-        return cls(segment, None if num_lost or untrained else own, first.num_trainers, num_lost, config)
+        return cls(segment, None if num_lost or untrained else own, first.num_trainers, num_lost, config, hosts)
 
     def say_ranks_changed(self, comm: Communicator, what: str) -> None:
         """Say on rank 0 what the ranks begin with when they are not those of before."""
@@ -115,6 +121,10 @@ class Agent(abc.ABC, Generic[ExchangeT]):
     def coupling(self) -> int:
         """Closeness that the ranks' models must have (`ExchangeKind.coupling`)."""
         return 0
+
+    def can_continue(self, saved: Saved, hosts: Sequence[str]) -> bool:
+        """Return whether each rank may begin with its own checkpoint. `hosts`: of each rank now."""
+        return True
 
     @property
     @abc.abstractmethod
@@ -167,6 +177,8 @@ class Agent(abc.ABC, Generic[ExchangeT]):
             self.start = ExchangeState([0] * len(run.hosts))
             return
         saved = Saved.find(comm, run.previous, self.flat, self.coupling)
+        if not self.can_continue(saved, run.hosts):
+            saved = replace(saved, own=None)
         restored = self.restore(comm, saved)
         if saved.own is not None:
             _restore_generator(comm.rank, self.generator, saved.own)

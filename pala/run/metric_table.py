@@ -117,6 +117,10 @@ METRICS = (
         "sends put off because both send buffers were still under way; with `shared_memory`: left out because an "
         "out-peer had not read the last one",
     ),
+    Metric("group", "interval", ACTOR_CRITIC, "", "one rank", "",
+        "number of this rank's group, with `exchange.group`; only a group's lowest living rank sends and mixes",
+    ),
+    Metric("group_ranks", "interval", ACTOR_CRITIC, "", "one rank", "ranks", "ranks of that group at its last update"),
     Metric("memory_peak_bytes", "interval", _ALL, "", "one rank", "bytes", "peak resident memory of this process"),
     Metric("time_environment", "interval", _ALL, "", "one rank", "fraction", "stepping environments"),
     Metric("time_inference", "interval", _ALL, "", "one rank", "fraction",

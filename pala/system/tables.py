@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import reprlib
+import types
 import typing
 from typing import Any, Literal, TypeVar
 
@@ -83,6 +85,8 @@ def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> 
         choices = ", ".join(repr(a) for a in arguments)
         guess = nearest(value, arguments) if isinstance(value, str) else ""
         raise PalaError(f"{source}: '{key}' is {shown(value)} but must be one of {choices}{guess}")
+    if origin in (types.UnionType, typing.Union):
+        return _convert_to_one_of(arguments, value, source, key)
     if origin is dict and isinstance(value, dict):
         return {name: _convert(item, arguments[1], source, f"{key}.{name}", known) for name, item in value.items()}
     if origin is tuple and isinstance(value, (list, tuple)):
@@ -97,3 +101,13 @@ def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> 
         return value
     wanted = hint.__name__ if is_class else str(hint)
     raise PalaError(f"{source}: '{key}' is {shown(value)} ({type(value).__name__}) but must be of type {wanted}.")
+
+
+def _convert_to_one_of(hints: tuple[Any, ...], value: Any, source: str, key: str) -> Any:
+    """Return `value` if it is of one of these types."""
+    for hint in hints:
+        with contextlib.suppress(PalaError):
+            return _convert(value, hint, source, key, [])
+    each = [typing.get_args(hint) if typing.get_origin(hint) is Literal else (hint.__name__,) for hint in hints]
+    wanted = " or ".join(str(word) for words in each for word in words)
+    raise PalaError(f"{source}: '{key}' is {shown(value)} ({type(value).__name__}) but must be {wanted}.")

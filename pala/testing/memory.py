@@ -204,11 +204,13 @@ class _MemoryDeaths(Deaths):
 
 
 class _Array(SharedBlock):
-    def __init__(self, data: np.ndarray) -> None:
+    def __init__(self, comm: MemoryCommunicator, data: np.ndarray) -> None:
+        self._comm = comm
         self.data = data
 
     def fence(self) -> None:
-        """Do nothing: the interpreter's lock orders what its threads write."""
+        """Let a rank that is dead write nothing more; the interpreter's lock orders what its threads write."""
+        self._comm.end_if_dead()
 
     def free(self) -> None:
         """Do nothing: the array lives as long as it is referred to."""
@@ -338,8 +340,9 @@ class MemoryCommunicator(Communicator):
     def are_on_one_host(self) -> bool:
         return True
 
-    def share_memory(self, num_bytes: int) -> SharedBlock:
-        return _Array(self._gather(np.empty(num_bytes, np.uint8) if self.rank == 0 else None)[0])
+    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
+        first = 0 if among is None else among[0]
+        return _Array(self, self._gather(np.zeros(num_bytes, np.uint8) if self.rank == first else None)[first])
 
     def facts(self) -> dict[str, Any]:
         return {"mpi": "none: ranks are threads of one process", "mpi_standard": [], "mpi_thread_level": None}

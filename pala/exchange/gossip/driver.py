@@ -188,6 +188,7 @@ class GossipDriver(Receiver):
         self.heals = 0
         self._is_quiet = False
         self.trace: Trace | None = None
+        self.num_mixes = 0
         self._num_asked = 0  # times that a mix could have been measured
         self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
         self.offers: dict[int, Snapshot] = {}  # open ones, by the peer that is to answer
@@ -200,6 +201,11 @@ class GossipDriver(Receiver):
         """Begin the first update; messages may come from now on."""
         self.protocol.start(self.state, self.transport.now_s())
         self.transport.start(self)
+
+    def begin(self) -> None:
+        """Begin to gossip, after a time in which another rank of the group did."""
+        with self.lock:
+            self.protocol.start(self.state, self.transport.now_s())
 
     def finish_update(self, steps: int, healthy: bool) -> None:
         """Count an update from `steps` steps; `healthy`: the model is finite. `advance` must follow."""
@@ -446,6 +452,7 @@ class GossipDriver(Receiver):
     def _count_mix(self, num_models: int, distance: Any = None) -> None:
         if distance is not None:
             self.distances.append(distance)
+        self.num_mixes += 1
         self.counts["mixes"] += 1
         self.counts["models_mixed"] += num_models
 

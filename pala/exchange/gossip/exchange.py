@@ -52,6 +52,7 @@ class GossipExchange(ModelExchange):
         num_exact: int = 0,
         own_topology: Peers | None = None,
         slept: SleepingGossip | None = None,
+        groups: Sequence[int] = (),
     ) -> None:
         """Send and hear from now on. Collective, except for a spare.
 
@@ -59,7 +60,7 @@ class GossipExchange(ModelExchange):
         `num_exact` are never rounded or left out. `signature`: checksum of the network's layout, equal on all ranks.
         `total_steps`: the budget of all ranks. `seed`: seed of the random topology. `own_topology`: a user's, in place
         of the named one. `start`: None for a spare that is needed, which continues with what it `slept` by, and has to
-        `join`."""
+        `join`. `groups`: see `StepBudget`."""
         self._comm = comm
         self._parameters = parameters
         self._interrupt = interrupt
@@ -78,7 +79,7 @@ class GossipExchange(ModelExchange):
             self.driver.wake(models, codec.whole_every)
         else:
             assert start is not None
-            budget = budget_of(comm, start, total_steps, spares)
+            budget = budget_of(comm, start, total_steps, spares, groups)
             state = protocol.new_state(budget, start.weight, start.round)
             self._transport = comm.open_transport()
             self.driver = GossipDriver(protocol, state, self._transport, models)
@@ -228,12 +229,8 @@ class GossipExchange(ModelExchange):
         self._transport.abandon()
 
     def final_parameters(self, timeout_s: float | None) -> Tensor:
-        # A model that was never trained, or is as old as the time that this rank was away, or has left, counts only if
-        # all are.
-        trained = self._has_updated or self._goes_on or self.heals > 0
-        fresh = trained and self._state.has_model and not self._state.has_left
         weight = self._state.weight
-        return average_of_ranks(self._comm, self._parameters, weight, fresh, timeout_s, self._interrupt)
+        return average_of_ranks(self._comm, self._parameters, weight, self._is_fresh, timeout_s, self._interrupt)
 
     def metrics(self) -> dict[str, Any]:
         driver = self.driver
@@ -248,6 +245,13 @@ class GossipExchange(ModelExchange):
     def state(self) -> ExchangeState:
         with self.driver.lock:
             return self._state.kept()
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether this rank's model counts in the final average. One that was never trained, or is as old as the time
+        that this rank was away, or has left, counts only if all are so."""
+        trained = self._has_updated or self._goes_on or self.heals > 0
+        return trained and self._state.has_model and not self._state.has_left
 
     def _wait_for_the_end(self) -> None:
         """Wait while those who trained may all have been told to leave in the same moment: then they stay, and end the

@@ -87,7 +87,7 @@ class Paired(GossipProtocol):
 
     def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
         most = self.rules.exchanges_per_update
-        may_offer = s.num_offers < most and not self._waits_for_reply(s) and len(s.budget.living) > 1
+        may_offer = s.num_offers < most and not self._waits_for_reply(s) and len(s.budget.leaders) > 1
         if most == 1 or not (may_offer or s.to_mix or s.answers):
             return []
         self.clock(s, now_s)  # it may have been away

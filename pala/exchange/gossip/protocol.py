@@ -62,7 +62,7 @@ class GossipProtocol(abc.ABC):
         away."""
         gap_s = now_s - s.now_s
         s.now_s = now_s
-        if gap_s > s.patience_s and len(s.budget.living) > 1:
+        if gap_s > s.patience_s and len(s.budget.leaders) > 1:
             s.returning, s.whole_came = True, False
             s.stale = set(range(s.budget.size)).difference(s.to_mix)  # the dead sent some, too
             s.waits_since_s = math.inf
@@ -86,7 +86,7 @@ class GossipProtocol(abc.ABC):
         s.healthy = healthy
         self._learn_pace(s)
         s.between_updates = True
-        if len(s.budget.living) > 1:
+        if len(s.budget.leaders) > 1:
             s.staleness += 1
             s.counts["staleness_updates"] = max(s.counts["staleness_updates"], s.staleness)
         s.has_put_off = False
@@ -96,7 +96,7 @@ class GossipProtocol(abc.ABC):
             s.owed += self._next_peers(s)
         del s.owed[: -s.budget.size]  # more debts than ranks are never needed
         # A rank that waits to heal should not have to wait for its turn as well.
-        s.owed += [p for p in sorted(s.wants_whole) if p in s.budget.living and p not in s.owed]
+        s.owed += [p for p in sorted(s.wants_whole) if p in s.budget.leaders and p not in s.owed]
         s.rounds_due = 1
         s.budget.add_steps(steps)
         return self._tell_stop(s)
@@ -180,7 +180,7 @@ class GossipProtocol(abc.ABC):
         return actions
 
     def _begin_update(self, s: GossipState) -> None:
-        if len(s.budget.living) == 1:  # nobody's model is newer; for a spare that joins it waits anew
+        if len(s.budget.leaders) == 1:  # nobody's model is newer; for a spare that joins it waits anew
             s.staleness = 0
             s.gave_up = False
             s.returning = False
@@ -190,7 +190,7 @@ class GossipProtocol(abc.ABC):
 
     def must_wait(self, s: GossipState) -> bool:
         """Return whether the rank must mix before it continues, or, if its own model is of no use, get a whole one."""
-        if len(s.budget.living) == 1 or s.budget.stop is not Stop.NONE:
+        if len(s.budget.leaders) == 1 or s.budget.stop is not Stop.NONE:
             return False
         if not s.has_model:
             return not s.whole_came
@@ -205,7 +205,7 @@ class GossipProtocol(abc.ABC):
         now waits for no other, and mixes what the dead have sent while it is fresh."""
         if not s.to_mix:
             return False
-        return len(s.budget.living) == 1 or 0 < self._models_a_round(s) <= len(s.to_mix) + s.num_rejected
+        return len(s.budget.leaders) == 1 or 0 < self._models_a_round(s) <= len(s.to_mix) + s.num_rejected
 
     # ---- models and credits --------------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class GossipProtocol(abc.ABC):
         of it by the steps that it makes."""
         if s.now_s < s.asks_again_s:
             return []
-        living = s.budget.living
+        living = s.budget.leaders
         n, place = len(living), living.index(s.budget.rank)
         first = s.num_asked
         s.num_asked += 1
@@ -359,5 +359,5 @@ class GossipProtocol(abc.ABC):
         """Return the living without the silent. A peer whose model has come is not silent: it may wait for this rank's
         answer."""
         if not s.silent:
-            return s.budget.living
-        return [peer for peer in s.budget.living if peer not in s.silent or peer in s.to_mix]
+            return s.budget.leaders
+        return [peer for peer in s.budget.leaders if peer not in s.silent or peer in s.to_mix]

@@ -1,0 +1,294 @@
+"""Gossip between groups of ranks: the ranks of a group average their gradients at each update and hold one model.
+
+The lowest living rank of a group, its *leader*, gossips for it. An update of a group:
+
+1. *arrive*: each rank brings its gradient, and what it has heard of the end;
+2. *decide*: when all that live have arrived, the leader says whose gradients count, or that training ends here;
+3. *reduce*: each rank writes its slice of their mean, and then reads it whole (a reduce-scatter and an all-gather);
+4. all make the same step with it;
+5. *publish*: the leader sends and mixes as every rank of gossip does, and says what has become of the model.
+
+All waits are asleep; whoever waits looks for deaths, which its own data proxy is told of. What a rank that died has
+announced holds, and what it has not announced never happened: the next leader carries on from there, and writes the
+slices that the dead owed. Whatever changes a step (the number of learners, the steps of all) is in the leader's
+decision, so all ranks of a group take the same. SGP ran so: all-reduce in a node, gossip between nodes (Assran et al.
+2019, arXiv 1811.10792, section 6).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from pala.comm.agreement import collectively
+from pala.comm.base import Communicator
+from pala.config import ExchangeConfig
+from pala.exchange.budget import ExchangeState, Stop
+from pala.exchange.gossip.exchange import GossipExchange
+from pala.exchange.group_memory import GroupMemory
+from pala.exchange.groups import members_of
+from pala.system.errors import PalaError
+from pala.system.interrupt import Interrupt
+from pala.system.waiting import LongWait, wait_asleep
+
+_LONGEST_SLEEP_S = 5e-4
+
+
+class GroupedGossip(GossipExchange):
+    """Gossip of a rank that shares its model with the others of its group."""
+
+    has_one_pace = True
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: Tensor,
+        signature: int,
+        settings: ExchangeConfig,
+        start: ExchangeState,
+        interrupt: Interrupt,
+        groups: Sequence[int],
+        *,
+        total_steps: int,
+        seed: int = 0,
+        num_exact: int = 0,
+    ) -> None:
+        """Gossip as `GossipExchange` does. `groups`: number of each rank's group; the parameters are equal within each.
+        Collective."""
+        self._groups = groups
+        self._members: Sequence[int] = members_of(groups)[groups[comm.rank]]  # those of the newest decision
+        everybody = self._members
+        self._memory = collectively(comm, lambda: GroupMemory(comm, everybody, parameters.numel()))
+        super().__init__(
+            comm,
+            parameters,
+            signature,
+            settings,
+            start,
+            interrupt,
+            total_steps=total_steps,
+            seed=seed,
+            num_exact=num_exact,
+            groups=groups,
+        )
+        self._update = 0  # that the group makes, or has made last
+        self._made = np.array(start.steps_by_rank, np.uint64)  # steps of every rank, those of this group exactly
+        self._trained_by: Sequence[int] = range(comm.size)  # ranks, as the newest decision knows them
+        self._known_steps = start.global_steps
+        self._end = Stop.NONE  # why training ends on this rank
+        self._all_end = False  # and on the others of its group, after the same update
+        self._is_closed = False
+        self._is_leading = comm.rank == self._members[0]
+        self._num_published = 0  # mixes that all ranks of the group have
+
+    # ---- what the loop asks ----------------------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        if self._is_closed or self._state.has_left:
+            return super().global_steps
+        return self._known_steps
+
+    @property
+    def num_learners(self) -> int:
+        return max(1, len(self._trained_by))
+
+    @property
+    def num_models(self) -> int:
+        return max(1, len({self._groups[rank] for rank in self._trained_by}))
+
+    @property
+    def stop(self) -> Stop:
+        self._transport.raise_failure()
+        return self._state.budget.stop if self._state.has_left else self._end
+
+    def stop_now(self, reason: Stop) -> None:
+        super().stop_now(reason)
+        if self._end is Stop.NONE:
+            self._end = self._state.budget.stop
+        self._memory.end(self._end)
+        if self._leads and not self._all_end and not self._memory.is_decided(self._update + 1):
+            self._decide(self._update + 1, (), self._end)
+
+    def leave(self) -> bool:
+        goes = super().leave()
+        if self._state.has_left:
+            self._memory.leave()
+        return goes
+
+    def between_steps(self) -> None:
+        if self._is_leading:
+            super().between_steps()
+        else:
+            self._transport.poll()
+
+    # ---- an update -------------------------------------------------------------------------------------------------
+
+    def average_gradient(self, gradient: Tensor) -> bool:
+        memory, rank = self._memory, self._comm.rank
+        self._update += 1
+        is_finite = math.isfinite(float(gradient.norm()))
+        memory.arrive(self._update, gradient, is_finite, self._state.budget.stop)
+        self._wait_for_group(self._is_decided, "the gradients of its group")
+        if not self._take_decision():
+            return False
+        if len(self._members) > 1:
+            memory.reduce_slice(self._update, rank, self._members)
+            self._wait_for_group(self._is_reduced, "the mean of its group's gradients")
+            gradient.copy_(memory.mean)
+        guilty = memory.not_finite(self._members)
+        self.culprits = () if rank in guilty else guilty
+        return True
+
+    def after_update(self, steps: int, healthy: bool) -> bool:
+        self._has_updated = True
+        self._count(steps)
+        if not self._is_published(healthy):
+            self._wait_for_group(lambda: self._is_published(healthy), "its leader's model")
+        has_model, was_healthy, finite, stop = self._memory.published()
+        if healthy != was_healthy:
+            raise PalaError(
+                f"[rank {self._comm.rank}] its model is no longer that of its group: one of them is not finite, so "
+                "memory was damaged. This rank ends; the others may continue."
+            )
+        if not self._is_leading:
+            if has_model:
+                self._parameters.copy_(self._memory.model)
+            self.driver.heals += finite and not healthy
+        if stop:
+            self._end_together(Stop(stop))
+        return finite
+
+    def _is_decided(self) -> bool:
+        """Return whether the leader has spoken about this update; the leader speaks when it can."""
+        update, memory = self._update, self._memory
+        if self._interrupt.signal is not None:
+            memory.end(Stop.SIGNAL)
+        if memory.is_decided(update):
+            return True
+        if not self._leads:
+            return False
+        here = [rank for rank in self._members if not self._is_gone(rank)]
+        stop = max(memory.ends(rank) for rank in here)
+        if not stop:
+            if not all(memory.has_arrived(rank, update) for rank in here):
+                return False
+            stop = max(memory.heard(rank) for rank in here)
+        self._decide(update, here, Stop(stop))
+        return True
+
+    def _decide(self, update: int, included: Sequence[int], stop: Stop) -> None:
+        budget = self._state.budget
+        self._memory.decide(update, included, stop, budget.living, budget.steps_by_rank)
+
+    def _take_decision(self) -> bool:
+        """Take over what the leader has decided. False if training ends here. Raises PalaError if the group has taken
+        this rank for dead."""
+        included, stop, living, steps = self._memory.decision()
+        self._trained_by = living
+        self._know(steps)
+        if stop:
+            self._end_together(Stop(stop))
+            return False
+        if self._comm.rank not in included:
+            raise PalaError(
+                f"[rank {self._comm.rank}] its group has taken it for dead and continues without it. Its last "
+                "checkpoint is kept."
+            )
+        self._members = included
+        return True
+
+    def _is_reduced(self) -> bool:
+        """Return whether the mean is whole; the leader writes the slices of ranks that have died."""
+        for rank in self._members:
+            if not self._memory.is_reduced(rank, self._update):
+                if not (self._leads and self._is_gone(rank)):
+                    return False
+                self._memory.reduce_slice(self._update, rank, self._members)
+        return True
+
+    def _is_published(self, healthy: bool) -> bool:
+        """Return whether the leader has said what became of the model; the leader gossips first."""
+        if self._memory.is_published(self._update):
+            return True
+        if self._leads:
+            self._gossip(healthy)
+            return True
+        return False
+
+    def _gossip(self, healthy: bool) -> None:
+        """Send and mix as is due, as the group's leader, and publish what came of it. May wait."""
+        if not self._is_leading:
+            self._is_leading = True
+            self.driver.begin()
+        finite = super().after_update(0, healthy)  # its steps have been counted
+        has_moved = self.driver.num_mixes > self._num_published
+        self._num_published = self.driver.num_mixes
+        model = self._parameters if has_moved else None
+        self._memory.publish(self._update, model, healthy, finite, self._state.budget.stop)
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> Stop:
+        if not self._all_end and not self._state.has_left:
+            self._update += 1
+            self._memory.end(self._end)
+            self._wait_for_group(self._is_decided, "the end of its group", timeout_s)  # they are, or will be, at it
+        stop = super().close(timeout_s)
+        self._is_closed = True
+        return stop
+
+    def metrics(self) -> dict[str, Any]:
+        return super().metrics() | {"group": self._groups[self._comm.rank], "group_ranks": len(self._members)}
+
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether this rank's model counts in the final average: each group's once, by its leader."""
+        return super()._is_fresh and self._comm.rank in self._state.budget.leaders
+
+    def _end_together(self, stop: Stop) -> None:
+        """End training with the group, after the same update."""
+        self._all_end = True
+        super().stop_now(stop)
+        if self._end is Stop.NONE:
+            self._end = stop
+
+    # ---- the group -------------------------------------------------------------------------------------------------
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank is the lowest of its group that lives and trains, as far as it has heard."""
+        return next((rank for rank in self._members if not self._is_gone(rank)), None) == self._comm.rank
+
+    def _is_gone(self, rank: int) -> bool:
+        return rank not in self._state.budget.living or self._memory.has_left(rank)
+
+    def _count(self, steps: int) -> None:
+        """Count an update of the group: the steps of every rank whose gradient it had."""
+        self._made[list(self._members)] += np.uint64(steps)
+        self._know(self._made)
+
+    def _know(self, local_steps: np.ndarray) -> None:
+        """Merge what is known of all ranks' steps, uint64 [ranks]; all ranks of the group are given the same."""
+        self._made = np.maximum(self._made, local_steps)
+        budget = self._state.budget
+        self._known_steps = budget.base_steps + int(self._made.sum())
+        with self.driver.lock:
+            budget.merge(self._made, Stop.NONE)
+
+    def _wait_for_group(self, done: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
+        """Wait asleep until `done()`, and look after messages, which tell of deaths, meanwhile."""
+        begin = time.perf_counter()
+
+        def look() -> bool:
+            self._transport.raise_failure()
+            self._transport.poll()
+            return done()
+
+        wait_asleep(look, timeout_s, self._interrupt, _LONGEST_SLEEP_S, LongWait(self._comm.rank, what))
+        self.waited_s += time.perf_counter() - begin

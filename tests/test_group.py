@@ -1,0 +1,432 @@
+"""Groups of ranks: who is in which, one model in each, and what becomes of a group whose ranks die, leave or resume."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from signal import SIGUSR1
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+
+from pala.a2c.learner import Learner
+from pala.a2c.learning_rate import learning_rate_factor
+from pala.a2c.update import A2C, Rollout
+from pala.config import A2CConfig, Config, ExchangeConfig, GorilaConfig, NetworkConfig, RunConfig
+from pala.config.checks import check
+from pala.exchange.budget import ExchangeState, StepBudget, Stop
+from pala.exchange.group_memory import GroupMemory
+from pala.exchange.grouped import GroupedGossip
+from pala.exchange.groups import check_groups, described, groups_of, members_of
+from pala.networks.network import ActorCritic, FlatParameters
+from pala.networks.tape import AutogradTape
+from pala.system.errors import PalaError
+from pala.testing.faults import fail_at, fail_at_message
+from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.helpers import slow_but_for
+from support.memory_jobs import BATCH, ENDLESS, Trained, configure, leave_at, parameters, stop_when, stopped_well, train
+
+
+def slowly(cases: list[Any]) -> list[Any]:
+    """The same cases, left out by -m "not slow"."""
+    each = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in each]
+
+
+# ---- who is in which group -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size", "groups"),
+    [
+        ("aaaa", 1, [0, 1, 2, 3]),
+        ("aaaa", 2, [0, 0, 1, 1]),
+        ("aaaaa", 2, [0, 0, 1, 1, 2]),
+        ("aaabbb", 2, [0, 0, 1, 2, 2, 3]),
+        ("ababab", 2, [0, 1, 0, 1, 2, 3]),
+        ("aaabb", "host", [0, 0, 0, 1, 1]),
+        ("aa", 4, [0, 0]),
+    ],
+)
+def test_a_group_lies_on_one_host(hosts: str, size: Any, groups: list[int]) -> None:
+    assert groups_of(hosts, size) == groups
+    check_groups(hosts, size)
+    for members in members_of(groups):
+        assert len({hosts[rank] for rank in members}) == 1 and members == sorted(members)
+
+
+def test_a_group_that_would_span_hosts_is_refused() -> None:
+    with pytest.raises(PalaError) as refused:
+        check_groups("aaabb", 4)
+    assert str(refused.value) == (
+        "'exchange.group' is 4, but a group lies on one host, and none has as many ranks: ranks 0 to 2 on a; ranks 3 "
+        "to 4 on b. Set it to 3, or to 'host'."
+    )
+    assert described([0, 1, 0, 2]) == "3 groups, each with one model: ranks 0, 2; rank 1; rank 3"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Config(exchange=ExchangeConfig("allreduce", group=2)), "'exchange.group' is 2, but 'exchange.kind' is 'allr"),
+        (Config(exchange=ExchangeConfig("shared_memory", group="host")), "'exchange.group' is 'host', but 'exchange."),
+        (Config(exchange=ExchangeConfig("none", group=2)), "'exchange.group' is 2, but 'exchange.kind' is 'none'"),
+        (Config("gorila", exchange=ExchangeConfig(group=2), gorila=GorilaConfig()), "whose ranks form no groups"),
+        (Config(exchange=ExchangeConfig(group=2), run=RunConfig(spares=1)), "a spare cannot join a group"),
+        (Config(exchange=ExchangeConfig(group=0)), "'exchange.group' is 0 but must lie between 1 and"),
+    ],
+)
+def test_groups_are_refused_where_there_can_be_none(config: Config, words: str) -> None:
+    with pytest.raises(PalaError, match=words):
+        check(config, "it")
+
+
+def test_the_lowest_that_lives_leads() -> None:
+    budget = StepBudget(3, 6, 100, groups=[0, 0, 0, 1, 1, 1])
+    assert budget.leaders == [0, 3]
+    budget.peer_died(0)
+    assert budget.leaders == [1, 3]
+    budget.rank_left(3)
+    budget.peer_died(2)
+    assert budget.leaders == [1, 4]
+    budget.peer_died(1)
+    assert budget.leaders == [4]
+
+
+def test_the_learning_rates_of_one_model_and_of_one_each_are_the_ends() -> None:
+    paired = ExchangeConfig(mixing="paired", group=4)
+    assert learning_rate_factor(paired, 16, 16) == learning_rate_factor(paired, 16) == 16
+    assert learning_rate_factor(paired, 16, 1) == learning_rate_factor(ExchangeConfig("allreduce"), 16) == 4
+    assert learning_rate_factor(paired, 16, 4) == 8
+
+
+# ---- one model in a group --------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """The parameters of every rank after each of its updates."""
+
+    def __init__(self) -> None:
+        self.models: dict[int, dict[int, bytes]] = defaultdict(dict)  # rank -> update -> parameters
+
+    def note(self, exchange: GroupedGossip) -> None:
+        assert exchange._update not in self.models[exchange._comm.rank]
+        self.models[exchange._comm.rank][exchange._update] = exchange._parameters.numpy().tobytes()
+
+    def are_one(self, *ranks: int) -> bool:
+        """Whether ranks held the same model after each update that all of them made, and ended with the same one, if
+        they made equally many."""
+        models = [self.models[rank] for rank in ranks]
+        updates = set(models[0]).intersection(*models[1:])
+        assert len(updates) > 3
+        return all(one[update] == models[0][update] for one in models for update in updates)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    watch, after_update = Watch(), GroupedGossip.after_update
+
+    def noted(exchange: GroupedGossip, steps: int, healthy: bool) -> bool:
+        finite = after_update(exchange, steps, healthy)
+        watch.note(exchange)
+        return finite
+
+    monkeypatch.setattr(GroupedGossip, "after_update", noted)
+    return watch
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"mixing": "paired"},
+    {"mixing": "push_sum", "topology": "exponential"},
+    {"compression": "bfloat16", "mixing": "paired"},
+    {"compression": "top_k"},
+    {"mixing": "paired", "exchanges_per_update": 3},
+    {"max_staleness": 0},
+    {"topology": "complete"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:2] + slowly(SETTINGS[2:]))
+def test_the_ranks_of_a_group_hold_one_model(settings: dict[str, Any], watch: Watch, tmp_path: Path) -> None:
+    job = train(4, configure(tmp_path, steps=1200, group=2, **settings))
+    assert job.ended_well() and 1200 <= job.segment["global_steps"] < 1200 + 8 * BATCH
+    assert watch.are_one(0, 1) and watch.are_one(2, 3) and not watch.are_one(0, 2)
+    # All members end after the same update.
+    assert watch.models[0].keys() == watch.models[1].keys() and watch.models[2].keys() == watch.models[3].keys()
+    leaders = [job.total("mixes", rank) for rank in (0, 2)]
+    assert all(leaders) and job.total("mixes") == sum(leaders) and job.total("models_refused") == 0
+    assert sum(state.counters["own_steps"] for state in job.states()) == job.segment["global_steps"]
+
+
+def test_a_group_of_all_ranks_is_synchronous_a2c(watch: Watch, tmp_path: Path) -> None:
+    settings = {"learning_rate_scaling": "ranks", "learning_rate_decay": "linear"}
+    jobs = []
+    for name, exchange in (("group", ExchangeConfig(group="host")), ("allreduce", ExchangeConfig("allreduce"))):
+        config = configure(tmp_path / name, steps=600)
+        jobs.append(train(3, replace(config, exchange=exchange, a2c=replace(config.a2c, **settings))))
+    assert all(job.ended_well() for job in jobs) and watch.are_one(0, 1, 2)
+    group, allreduce = (parameters(job.states()) for job in jobs)
+    torch.testing.assert_close(group, allreduce)
+
+
+def test_what_changes_a_step_is_the_same_in_a_group(watch: Watch, tmp_path: Path) -> None:
+    """The rate by the steps left and by the number of learners, clipping by the number of models, quasi-global
+    momentum and running moments."""
+    config = configure(tmp_path, steps=1500, group=2, mixing="paired")
+    a2c = replace(
+        config.a2c, learning_rate_scaling="ranks", learning_rate_decay="linear", momentum=0.5, gradient_clipping="mean"
+    )
+    env = replace(config.env, normalize_observations=True, normalize_rewards=True)
+    job = train(5, replace(config, a2c=a2c, env=env), [fail_at(4, update=10)])
+    assert job.ended_well(but_for=[4])
+    assert watch.are_one(0, 1) and watch.are_one(2, 3)
+
+
+STEPS, ENVS = 3, 4
+SPACES = Box(-1, 1, (3,)), Discrete(3)
+
+
+def gradient_of(columns: slice) -> torch.Tensor:
+    """The gradient of a rollout by some of its environments."""
+    torch.manual_seed(0)
+    network = ActorCritic(*SPACES, NetworkConfig(mlp_hidden=(8,)))
+    tape, flat = AutogradTape(network), FlatParameters(network, torch.device("cpu"))
+    a2c, generator = A2C(network.distribution, tape, flat, A2CConfig()), torch.Generator().manual_seed(1)
+    rollout = Rollout()
+    tape.begin()
+    for t in range(STEPS):
+        observations, rewards = torch.randn(ENVS, 3, generator=generator), torch.randn(ENVS, generator=generator)
+        actions = torch.randint(3, (ENVS,), generator=generator)
+        output, value = tape.forward(observations[columns])
+        rollout.policy_outputs.append(output)
+        rollout.values.append(value.squeeze(-1))
+        rollout.actions.append(actions[columns])
+        rollout.rewards.append(rewards[columns])
+        rollout.ended.append((torch.arange(ENVS) == t).float()[columns])
+    a2c.differentiate(rollout, torch.randn(ENVS, generator=generator)[columns])
+    return flat.gradient.clone()
+
+
+def test_two_ranks_of_a_group_have_the_gradient_of_one_with_twice_the_environments() -> None:
+    halves = [gradient_of(slice(2)), gradient_of(slice(2, 4))]
+    all_have_updated = threading.Barrier(4)
+
+    def main(comm: MemoryCommunicator) -> torch.Tensor:
+        gradient = halves[comm.rank % 2].clone() * (1 + comm.rank // 2)
+        exchange = GroupedGossip(
+            comm, torch.zeros_like(gradient), 1, ExchangeConfig(group=2), ExchangeState([0] * 4), comm.interrupt,
+            [0, 0, 1, 1], total_steps=10**6,
+        )  # fmt: skip
+        assert exchange.average_gradient(gradient) and not exchange.culprits
+        assert exchange.after_update(10, healthy=True)
+        all_have_updated.wait()
+        exchange.stop_now(Stop.CALLBACK)
+        assert exchange.close(60.0) is Stop.CALLBACK and exchange.global_steps == 40
+        return gradient
+
+    means = run_ranks(4, main)
+    assert not [error for error in means if isinstance(error, BaseException)]
+    whole = gradient_of(slice(4))
+    for group in (0, 1):
+        one, other = means[2 * group : 2 * group + 2]
+        assert torch.equal(one, other) and torch.equal(one, (halves[0] + halves[1]) / 2 * (1 + group))
+        torch.testing.assert_close(one, whole * (1 + group))
+
+
+def test_a_gradient_that_is_not_finite_is_left_out_by_all_of_the_group(
+    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    differentiate = Learner.differentiate
+
+    def spoilt(learner: Learner) -> Any:
+        loss = differentiate(learner)
+        if learner._rank == 1 and learner.counters.updates == 5:
+            learner._flat.gradient[3] = math.nan
+        return loss
+
+    monkeypatch.setattr(Learner, "differentiate", spoilt)
+    job = train(4, configure(tmp_path, steps=1200, group=2))
+    assert job.ended_well() and watch.are_one(0, 1) and watch.are_one(2, 3)
+    assert [job.total("updates_skipped", rank) for rank in range(4)] == [1, 1, 0, 0]
+    said = capsys.readouterr().err
+    assert said.count("is not finite; the update is left out") == 1 and "[rank 1] update 6: the loss" in said
+
+
+def test_a_group_whose_model_is_not_finite_takes_that_of_others(
+    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    share = Learner._share
+
+    def spoilt(learner: Learner, result: Any) -> None:
+        if learner._rank in (2, 3) and learner.counters.updates == 6:
+            learner._flat.data.fill_(math.nan)
+            result = result._replace(applied=False)
+        share(learner, result)
+
+    monkeypatch.setattr(Learner, "_share", spoilt)
+    job = train(4, configure(tmp_path, steps=2400, group=2, mixing="paired"))
+    assert job.ended_well() and watch.are_one(0, 1) and watch.are_one(2, 3)
+    assert bool(parameters(job.states()).isfinite().all())
+    assert capsys.readouterr().err.count("they are replaced by what the peers sent") == 2
+
+
+def test_a_rank_whose_model_is_not_that_of_its_group_ends(
+    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = Learner._share
+
+    def damaged(learner: Learner, result: Any) -> None:
+        if learner._rank == 1 and learner.counters.updates == 6:
+            learner._flat.data.fill_(math.nan)
+            result = result._replace(applied=False)
+        share(learner, result)
+
+    monkeypatch.setattr(Learner, "_share", damaged)
+    job = train(4, configure(tmp_path, steps=1200, group=2))
+    assert job.ended_well(but_for=[1]) and watch.are_one(2, 3)
+    assert "no longer that of its group" in str(job.results[1])
+
+
+# ---- ranks that die and leave ----------------------------------------------------------------------------------------
+
+
+def lost(job: Trained) -> list[int]:
+    return [entry["rank"] for entry in job.segment.get("lost_ranks", [])]
+
+
+@pytest.mark.parametrize("mixing", slow_but_for(["uniform", "push_sum", "paired"], "paired"))
+@pytest.mark.parametrize("dead", [[1], [0], *slowly([[0, 1], [0, 2], [0, 1, 2, 3]])])
+def test_a_group_continues_without_its_dead(dead: list[int], mixing: str, watch: Watch, tmp_path: Path) -> None:
+    """Groups of three: a member, a leader, a leader and the next, two leaders, a whole group and the other's leader."""
+    faults = [fail_at(rank, update=10 + 3 * rank) for rank in dead]
+    job = train(6, configure(tmp_path, steps=2400, group=3, mixing=mixing), faults)
+    assert job.ended_well(but_for=dead) and all(isinstance(job.results[rank], Killed) for rank in dead)
+    assert sorted(lost(job)) == dead
+    for group in ([0, 1, 2], [3, 4, 5]):
+        living = [rank for rank in group if rank not in dead]
+        assert not living or watch.are_one(*living)
+        assert len({len(watch.models[rank]) for rank in living}) <= 1
+    assert 2400 <= job.segment["global_steps"] < 2400 + 12 * BATCH
+    leaders = {min(living) for group in ([0, 1, 2], [3, 4, 5]) if (living := [r for r in group if r not in dead])}
+    if len(leaders) > 1:
+        assert all(job.total("mixes", rank) for rank in leaders)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, *slowly([3, 5, 6, 7, 8, 12, 16, 20])])
+def test_a_leader_may_die_in_the_middle_of_its_messages(n: int, watch: Watch, tmp_path: Path) -> None:
+    job = train(4, configure(tmp_path, steps=1200, group=2, mixing="paired"), [fail_at_message(0, n)])
+    assert job.ended_well(but_for=[0]) and watch.are_one(2, 3) and isinstance(job.results[0], Killed)
+
+
+class Deadly:
+    """Lets a rank die at its n-th announcement to its group: before it, or just after."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, comms: dict[int, MemoryCommunicator]) -> None:
+        self.rank, self.n, self.after, self._made = -1, 0, False, 0
+        announce = GroupMemory._announce
+
+        def announced(memory: GroupMemory, row: np.ndarray, column: int, value: int) -> None:
+            if memory._rank == self.rank:
+                self._made += 1
+            dies = memory._rank == self.rank and self._made == self.n
+            if dies and not self.after:
+                comms[self.rank].die()
+            announce(memory, row, column, value)
+            if dies:
+                comms[self.rank].die()
+
+        monkeypatch.setattr(GroupMemory, "_announce", announced)
+
+
+@pytest.mark.parametrize("after", slow_but_for([False, True], False))
+@pytest.mark.parametrize("rank", slow_but_for([0, 1, 2], 0))
+def test_a_rank_may_die_at_any_moment_of_an_update(
+    rank: int, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All moments of the first three updates, of groups of three and one."""
+    comms: dict[int, MemoryCommunicator] = {}
+    init = MemoryCommunicator.__init__
+
+    def remembered(comm: MemoryCommunicator, world: Any, number: int) -> None:
+        init(comm, world, number)
+        comms[number] = comm
+
+    monkeypatch.setattr(MemoryCommunicator, "__init__", remembered)
+    deadly, num_moments = Deadly(monkeypatch, comms), 12 if rank == 0 else 6
+    after_update, watches = GroupedGossip.after_update, list[Watch]()
+
+    def noted(exchange: GroupedGossip, steps: int, healthy: bool) -> bool:
+        finite = after_update(exchange, steps, healthy)
+        watches[-1].note(exchange)
+        return finite
+
+    monkeypatch.setattr(GroupedGossip, "after_update", noted)
+    for n in range(1, num_moments + 1):
+        deadly.rank, deadly.n, deadly.after, deadly._made = rank, n, after, 0
+        watches.append(Watch())
+        job = train(4, configure(tmp_path / str(n), steps=600, group=3))
+        assert job.ended_well(but_for=[rank]) and isinstance(job.results[rank], Killed), n
+        living = [other for other in (0, 1, 2) if other != rank]
+        assert watches[-1].are_one(*living) and lost(job) == [rank], n
+        assert watches[-1].models[living[0]].keys() == watches[-1].models[living[1]].keys(), n
+
+
+@pytest.mark.parametrize("leaving", [[0], *slowly([[1], [0, 1], [0, 1, 2]])])
+def test_ranks_of_a_group_leave(leaving: list[int], watch: Watch, tmp_path: Path) -> None:
+    job = train(6, configure(tmp_path, steps=2400, group=3), on_count=leave_at(*leaving, update=10))
+    assert [job.results[rank].status for rank in range(6)] == [
+        "left" if rank in leaving else "completed" for rank in range(6)
+    ]
+    living = [rank for rank in (0, 1, 2) if rank not in leaving]
+    assert watch.are_one(3, 4, 5) and (not living or watch.are_one(*living))
+    assert all(len(watch.models[rank]) == 10 for rank in leaving)
+    assert 2400 <= job.segment["global_steps"] < 2400 + 12 * BATCH
+
+
+def test_a_signal_and_a_callback_end_all_groups(watch: Watch, tmp_path: Path) -> None:
+    stopped = train(4, configure(tmp_path, steps=ENDLESS, group=2), on_count=stop_when(1, updates=12))
+    assert stopped_well(stopped, but_for=[]) and watch.are_one(0, 1) and watch.are_one(2, 3)
+    assert watch.models[0].keys() == watch.models[1].keys() and watch.models[2].keys() == watch.models[3].keys()
+    assert stopped.results[1].signal == SIGUSR1
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_group_begins_with_its_newest_model(tmp_path: Path, watch: Watch) -> None:
+    """Its ranks save at unlike times: here one has died, and the job was stopped later."""
+    job = train(4, configure(tmp_path, steps=1200, group=2))
+    assert job.ended_well()
+    made = job.segment["global_steps"]
+    watch.models.clear()
+    resumed = job.resume(4, made + 1200)
+    assert resumed.ended_well() and watch.are_one(0, 1) and watch.are_one(2, 3)
+    assert made + 1200 <= resumed.segment["global_steps"] < made + 1200 + 8 * BATCH
+    first = resumed.states(first=True)
+    assert torch.equal(*(parameters(first[:2]))) and not torch.equal(*(parameters(first[1:3])))
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), *slowly([(2, 4), (2, "host"), ("host", 2)])])
+def test_a_run_continues_with_other_groups(
+    before: Any, now: Any, tmp_path: Path, watch: Watch, capsys: pytest.CaptureFixture
+) -> None:
+    job = train(4, configure(tmp_path, steps=1200, group=before))
+    assert job.ended_well()
+    made = job.segment["global_steps"]
+    watch.models.clear()
+    other = replace(job.config, exchange=replace(job.config.exchange, group=now))
+    resumed = train(4, replace(other, total_steps=made + 1200), resume=job.run)
+    assert resumed.ended_well() and made + 1200 <= resumed.segment["global_steps"] < made + 1200 + 8 * BATCH
+    if now == 1:
+        assert not watch.models and "brought together" not in capsys.readouterr().err
+    else:
+        assert "which are now brought together" in capsys.readouterr().err
+        assert watch.are_one(0, 1) and watch.are_one(2, 3)
