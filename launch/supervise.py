@@ -159,6 +159,8 @@ class Supervisor:
             name = command.config.run.name or dated(stem)
             run_folder.check_place(command.config)
             self.run, self.resumes = Path(command.config.run.dir) / name, False
+            if options.go_on and not command.trust_run:
+                _tell_of_trust(command)
         self._total_steps = command.config.total_steps
         self.start_timeout_s = command.config.run.start_timeout_s
         self._was_told = self._goes_on = options.go_on  # a job has been told to make the run
@@ -521,6 +523,18 @@ def _tell_of_other_settings(asked: Command, command: Command) -> None:
         log(
             f"supervise: run '{command.resume}' goes on with its own settings, which are not those that "
             f"'{asked.preset}' would give a new one: {named}. What is to change has to be given as an option."
+        )
+
+
+def _tell_of_trust(command: Command) -> None:
+    """Report, before the first start, that a later one with the same command would be refused."""
+    from pala.run.user_code import named_code
+
+    if named := named_code(command.config):
+        settings = " and ".join(f"'{key}'" for key in named)
+        log(
+            f"supervise: {settings} names code of your own, which a later start with '--continue' runs only by "
+            "`--trust-run`: add it now, so that the same command goes on with the run."
         )
 
 

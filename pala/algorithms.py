@@ -6,7 +6,9 @@ A row loads its algorithm when it is asked, and neither numpy nor torch before.
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from pala.comm.base import Communicator
@@ -17,7 +19,6 @@ from pala.system.text import counted
 if TYPE_CHECKING:
     import gymnasium
 
-    from pala.a2c.agent import A2CAgent
     from pala.envs.vector import Envs
     from pala.exchange.budget import StartState
     from pala.exchange.sleeping import Sleeping
@@ -71,14 +72,12 @@ class Algorithm(abc.ABC):
         return None
 
 
+@dataclass(frozen=True)
 class _ActorCritic(Algorithm):
-    """A2C, and what plays, exchanges and is saved as it does."""
+    """A2C, or what plays, exchanges and is saved as it does."""
 
-    def _agent_class(self) -> type[A2CAgent]:
-        """Return the class of its agents: all in which an algorithm of this kind differs."""
-        from pala.a2c.agent import A2CAgent
-
-        return A2CAgent
+    agent: str
+    """Module and class of its agents: all in which algorithms of this kind differ."""
 
     def method(self, config: Config) -> str:
         return f"{config.algorithm.upper()}, exchange {config.exchange.kind}"
@@ -93,7 +92,7 @@ class _ActorCritic(Algorithm):
     ) -> Agent[Any]:
         from pala.a2c.agent import build
 
-        return build(comm, config, envs, make_network, sleeping, self._agent_class())
+        return build(comm, config, envs, make_network, sleeping, resolve_name(self.agent))
 
     def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
         from pala.exchange.gossip.sleeping import SleepingGossip
@@ -165,5 +164,5 @@ class _Gorila(Algorithm):
         return config.evaluation.epsilon
 
 
-ALGORITHMS: dict[str, Algorithm] = {"a2c": _ActorCritic(), "gorila": _Gorila()}
+ALGORITHMS: dict[str, Algorithm] = {"a2c": _ActorCritic("pala.a2c.agent:A2CAgent"), "gorila": _Gorila()}
 """By `Config.algorithm`."""

@@ -92,8 +92,8 @@ def _greet(command: Command, base: Base, job: Job) -> None:
         note = note_on_ranks(command.preset, base.config, base.ranks, command.config, job.num_trainers)
         if note:
             log(note)
-    last = run_folder.read(command.resume)["segments"][-1] if command.resume else {}
-    if note := note_on_unused(command.config, base.config, *run_folder.from_python(last)):
+    own = run_folder.from_python(run_folder.read(command.resume)["segments"][-1]) if command.resume else ()
+    if note := note_on_unused(command.config, base.config, *own):
         log(note)
 
 

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pala.config.schema
+from pala import presets as presets_program
 from pala.config import (
     A2CConfig,
     Config,
@@ -123,6 +125,19 @@ def test_a_missing_preset_is_named_with_the_nearest(tmp_path):
         load_preset(tmp_path / "pnog.toml")
     with pytest.raises(PalaError, match="does not exist"):
         load_preset(tmp_path / "nowhere" / "pong.toml")
+
+
+def test_the_names_of_presets_are_listed_by_words(monkeypatch, capsys):
+    def listed(*words):
+        monkeypatch.setattr(sys, "argv", ["pala presets", *words])
+        presets_program.main()
+        return capsys.readouterr().out.splitlines()
+
+    assert len(listed()) > 60 and listed("Gorila", "pong") == ["gorila/pong"]
+    assert listed("breakout", "compare")[0] == "breakout (of `pala compare`)"
+    with pytest.raises(SystemExit):
+        listed("pnog")
+    assert "no preset's name contains 'pnog'; did you mean 'pong'?" in capsys.readouterr().err
 
 
 def test_presets_go_by_name_from_anywhere(tmp_path, monkeypatch):

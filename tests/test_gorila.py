@@ -522,6 +522,6 @@ SEPARATE = {"roles": "separate", "num_actors": 2, "num_learners": 2}
 )  # fmt: skip
 def test_mistakes_are_one_sentence(table, words):
     with pytest.raises(PalaError) as caught:
-        from_table({"gorila": table}, "Preset 'mine.toml'")
+        from_table({"algorithm": "gorila", "gorila": table}, "Preset 'mine.toml'")
     assert str(caught.value).startswith("Preset 'mine.toml': ")
     assert words in str(caught.value)

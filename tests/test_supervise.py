@@ -506,6 +506,19 @@ def test_a_run_that_is_done_is_not_begun_again_by_continue(
     assert resumed.supervise() == 0 and resumed.told
 
 
+@pytest.mark.parametrize("option", ["", "--trust-run", "--continue"])
+def test_who_begins_what_is_to_be_continued_hears_what_code_of_their_own_needs(
+    option: str, there: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A requeued job would be refused hours later, when nobody looks on."""
+    goes_on = ["--continue"] * (option != "")
+    trusts = ["--trust-run"] * (option == "--trust-run")
+    for env in ("my_envs:Grid-v0", "CartPole-v1"):
+        Scripted([*goes_on, "--run.name", "r", "--env.id", env, *trusts], [])
+        is_told = option == "--continue" and ":" in env
+        assert ("'env.id' names code of your own" in capsys.readouterr().err) == is_told
+
+
 def test_a_run_that_is_continued_has_as_many_ranks_as_before(there: Path) -> None:
     attempt(5, 137)(Scripted(["--run.name", "r"], []))
     record = json.loads((there / "runs/r/run.json").read_text())

@@ -25,7 +25,7 @@ from pala.exchange.groups import groups_of, members_of
 from pala.exchange.make import check_placement, check_size, make_exchange
 from pala.networks.make import actor_critic, make_tape
 from pala.networks.network import FlatParameters, blank_observations
-from pala.run.agent import Agent, Saved, device_and_precision
+from pala.run.agent import Agent, device_and_precision
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pala.networks.distributions import Distribution
     from pala.networks.own import MakeNetwork
     from pala.networks.tape import Tape
+    from pala.run.saved import Saved
 
 
 @dataclass

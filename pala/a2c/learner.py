@@ -68,13 +68,20 @@ class Learner(Loop):
 
     def differentiate(self) -> Loss | None:
         """Play a rollout and compute the gradient of its loss; return None if training ends meanwhile."""
-        rollout, bootstrap_B = self._play()
+        played = self._rollout()
+        if played is None:
+            return None
+        with self._watch.section("update"):
+            return self._a2c.differentiate(*played)
+
+    def _rollout(self) -> tuple[Rollout, Tensor] | None:
+        """Play a rollout; return it and V after its last step [B], or None if training ends meanwhile."""
+        played = self._play()
         if self._is_to_end:
             if self._exchange.stop is not Stop.NONE:
                 self._exchange.stop_now(self._exchange.stop)  # what was exchanged in the rollout is to be saved, too
             return None
-        with self._watch.section("update"):
-            return self._a2c.differentiate(rollout, bootstrap_B)
+        return played
 
     @property
     def _is_to_end(self) -> bool:
@@ -86,12 +93,22 @@ class Learner(Loop):
         """Make one step along the gradient."""
         with self._watch.section("update"):
             result = self._a2c.step(loss, self._learning_rate(), self._learners)
+        self._count_update(result)
+        return result
+
+    def _count_update(self, result: UpdateResult) -> None:
         self.counters.updates += 1
         if not result.applied and self._a2c.kept.warms_up_from == self.counters.updates - 1:
             self._a2c.kept.warms_up_from += 1  # the mean squares are 0 still
         self.counters.local_steps += self._config.steps_per_update
-        self._count(result)
-        return result
+        self.counters.applied += result.applied
+        if result.applied:
+            self._means.add(
+                loss_policy=result.loss.policy,
+                loss_value=result.loss.value,
+                entropy=result.loss.entropy,
+                gradient_norm=result.gradient_norm,
+            )
 
     def _play(self) -> tuple[Rollout, Tensor]:
         """Play `rollout_steps` steps in all environments; return V after the last one [B]."""
@@ -197,16 +214,6 @@ class Learner(Loop):
         if config.a2c.learning_rate_decay == "linear":
             rate *= max(0.0, 1 - self._exchange.global_steps / config.total_steps)
         return rate
-
-    def _count(self, result: UpdateResult) -> None:
-        self.counters.applied += result.applied
-        if result.applied:
-            self._means.add(
-                loss_policy=result.loss.policy,
-                loss_value=result.loss.value,
-                entropy=result.loss.entropy,
-                gradient_norm=result.gradient_norm,
-            )
 
     def _interval_figures(self, seconds: float) -> Record:
         before, now = self._logged, replace(self.counters)

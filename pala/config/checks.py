@@ -25,8 +25,8 @@ def check(config: Config, source: str) -> None:
             every = "every number " if isinstance(value, tuple) else ""
             raise PalaError(f"{source}: '{key}' is {shown(value)} but {every}must lie between {low:g} and {high:g}.")
     check_exchange(config.exchange, source)
-    _check_gorila(config.gorila, source)
     if config.algorithm == "gorila":
+        _check_gorila(config.gorila, source)
         _check_replay(config, source)
     _check_spares(config, source)
     _check_groups(config, source)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from pala.system.errors import PalaError, nearest, reason
-from pala.system.output import print_result
 from pala.system.tables import shown
 
 if sys.version_info >= (3, 11):
@@ -29,7 +28,7 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).parents[1] / "configs"
-_COMPARISONS = "compare"  # folder of presets of another kind, that of pala.compare
+COMPARISONS = "compare"  # folder of presets of another kind, that of pala.compare
 _PLAIN_FAMILY = "atari"  # the family whose games go by their own name
 
 
@@ -39,7 +38,7 @@ def names(folder: str = "") -> list[str]:
     found = {file.relative_to(FOLDER / folder).with_suffix("").as_posix() for file in files}
     if not folder:
         members = _members()
-        found = {name for name in found if not name.startswith(f"{_COMPARISONS}/")} | set(members)
+        found = {name for name in found if not name.startswith(f"{COMPARISONS}/")} | set(members)
         found -= {family.stem for family, _ in members.values()}
     return sorted(found)
 
@@ -97,11 +96,6 @@ def _guess(path: Path, folder: str) -> str:
     if name in known:
         return f" here; the one that comes with PALA goes by its name, '{name}'."
     return nearest(str(path), siblings) or nearest(name, known) or f"; there are {', '.join(known)}."
-
-
-def main() -> None:
-    """Run `pala presets`: print the names, one a line."""
-    print_result("\n".join([*names(), *(f"{name} (of `pala compare`)" for name in names(_COMPARISONS))]))
 
 
 def chain(preset: str | Path) -> list[tuple[str | Path, dict[str, Any]]]:

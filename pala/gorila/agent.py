@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -29,13 +29,16 @@ from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters, Network, blank_observations
 from pala.networks.own import MakeNetwork
 from pala.run import checkpoint
-from pala.run.agent import Agent, Saved, device_and_precision
+from pala.run.agent import Agent, device_and_precision
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.output import log
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import stream, torch_weights
 from pala.system.text import counted
+
+if TYPE_CHECKING:
+    from pala.run.saved import Saved
 
 _SAVE_REPLAY_S = 3600.0
 

@@ -22,6 +22,7 @@ from pala.report.plot import plot
 from pala.run import checkpoint, run_folder, user_code
 from pala.run.best_policy import kept_best
 from pala.run.tensorboard import FOLDER, TensorBoard
+from pala.run.view import MEAN_OF
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import can_survive
@@ -68,7 +69,10 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
         print_result(f"      timeline: `pala trace {shlex.quote(str(result.run))}` makes it")
     final = checkpoint.policy_header(result.run / run_folder.POLICY)
     if final is not None and (best := kept_best(result.run / run_folder.BEST_POLICY, final)) is not None:
-        found = f"mean return {best['mean_return']:g} in training, after {best['global_steps']:,} steps"
+        found = (
+            f"mean return {best['mean_return']:g} over the {MEAN_OF} episodes of training that ended after "
+            f"{best['global_steps']:,} steps"
+        )
         run = shlex.quote(str(result.run))
         print_result(f"      best policy: {found}; `python -m pala.evaluate {run} --best{trust}` scores it")
     return replace(

@@ -133,7 +133,7 @@ def _make_exchange(
     job: Job, trainers: Communicator, request: Request, agent: Agent[Any], run: Run, interrupt: Interrupt
 ) -> Exchange:
     """Tell the spares of the run, and make the exchange of ranks that train from the beginning. Collective."""
-    collectively(trainers, run.open_reporter)
+    collectively(trainers, lambda: run.open_reporter(agent.start.global_steps))
     agent.before_training(run.previous)
     if job.comm.rank == 0 and run.previous is not None:
         checkpoint.remove_older(run.previous)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from signal import SIGTERM, Signals
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -23,7 +23,6 @@ from pala.exchange.budget import Stop
 from pala.job.job import Job
 from pala.job.request import Conclude, Request, Result
 from pala.run.agent import Agent
-from pala.run.best_policy import BestPolicy
 from pala.run.hooks import Callback, Callbacks, Moment, asks_to_stop
 from pala.run.loop import Loop
 from pala.run.metrics import Record
@@ -36,6 +35,9 @@ from pala.system.launcher import process_age_s
 from pala.system.output import log
 from pala.system.resources import on_cores
 from pala.system.trace import traced
+
+if TYPE_CHECKING:
+    from pala.run.best_policy import BestPolicy
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
 _CALLBACKS = ("", *Callbacks._fields)
@@ -67,7 +69,7 @@ class Training:
         self._agent = agent
         self._exchange = exchange
         self._interrupt = interrupt
-        self._best = BestPolicy(run.folder / BEST_POLICY)
+        self._best: BestPolicy | None = None  # from the first checkpoint on
         self._began_with = replace(agent.counters)
         self._stop = Stop.NONE  # why training ends: as this rank has it, after `_close` as all have agreed
         self._asked_to_stop = ""  # by which of the callbacks
@@ -152,6 +154,10 @@ class Training:
         if view is None or not agent.acts or is_independent:
             return
         header = agent.policy_header(self._run, self._exchange.global_steps)
+        if self._best is None:
+            from pala.run.best_policy import BestPolicy
+
+            self._best = BestPolicy(self._run.folder / BEST_POLICY)
         try:
             self._best.judge(view, agent.counters.time_s, header, agent.policy)
         except OSError as error:

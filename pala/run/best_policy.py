@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -20,13 +20,6 @@ from pala.system.files import json_text
 _NO_EFFECT_ON_RETURNS = (*ENV_OPERATION, *ENV_LEARNING)
 
 
-class _Held(NamedTuple):
-    """A policy that may be written."""
-
-    tensors: dict[str, Tensor]
-    header: dict[str, Any]
-
-
 class BestPolicy:
     """The policy of the checkpoint after which training went best, judged by the first 100 episodes that ended after
     it. Episodes that ended before say nothing of it: it may have fallen apart just then."""
@@ -34,7 +27,7 @@ class BestPolicy:
     def __init__(self, file: Path) -> None:
         self._file = file
         self._value: float | None = None  # mean return of the best so far; None: not looked for yet
-        self._held: _Held | None = None
+        self._held: tuple[dict[str, Tensor], dict[str, Any]] | None = None  # that may be written, and its header
 
     def judge(
         self, view: RunView, now_s: float, header: dict[str, Any], present: Callable[[], dict[str, Tensor] | None]
@@ -47,11 +40,12 @@ class BestPolicy:
         if self._value is None:
             kept = kept_best(self._file, header)
             self._value = kept["mean_return"] if kept is not None else -math.inf
-        tensors = present()
-        self._held = _Held(tensors, header) if tensors is not None else None
+        now = present()
+        self._held = (now, header) if now is not None else None
         view.watch(now_s)
         if held is not None and value is not None and value > self._value:
-            checkpoint.save_policy(self._file, held.tensors, held.header | {"mean_return": value})
+            tensors, its_header = held
+            checkpoint.save_policy(self._file, tensors, its_header | {"mean_return": value})
             self._value = value
 
 

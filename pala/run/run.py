@@ -52,7 +52,6 @@ class Run:
         self._record: RunRecord | None = None  # of the rank that leads
         self._reporter: Reporter | None = None
         self._to_note: dict[str, Any] = {}
-        self._begin_steps = 0
 
     def check_folder(self) -> None:
         """Raise EndError if the run's folder was deleted and another job has made it anew. Before anything is written:
@@ -80,7 +79,6 @@ class Run:
 
     def start_metrics(self, counters: Counters, global_steps: int) -> None:
         """Write the first record of this rank's metrics. Raises EndError as `check_folder`."""
-        self._begin_steps = global_steps
         start = {
             "type": "start",
             "segment": self.segment.name,
@@ -101,10 +99,22 @@ class Run:
 
         from_first(comm, on_rank_0)
 
-    def open_reporter(self) -> None:
-        """Begin what the console and TensorBoard show, if this rank leads."""
-        if self._record is not None:
-            self._reporter = self._make_reporter(self._begin_steps)
+    def open_reporter(self, begin_steps: int | None = None) -> None:
+        """Begin what the console and TensorBoard show, if this rank leads. `begin_steps`: steps of all ranks at the
+        start; None for a rank that continues another one's."""
+        if self._record is None:
+            return
+        run, settings = self.config.run, settings_that_matter(flatten(to_table(self.config)))
+        self._reporter = Reporter(
+            self.folder,
+            self.num_trainers,
+            self.config.total_steps,
+            run.console,
+            run.tensorboard,
+            run.spares,
+            settings,
+            begin_steps,
+        )
 
     def note_later(self, **facts: Any) -> None:
         """Add to run.json at the next report, if this rank leads: a file system that is slow now would have this rank
@@ -152,7 +162,7 @@ class Run:
         if self._record is None:
             self._record = RunRecord.take_over(self.folder, self.check_folder)
             if self._record.segment["status"] == "running":
-                self._reporter = self._make_reporter()
+                self.open_reporter()
         left = exchange.left
         self._trained |= set(living).difference(exchange.joining)
         gone = sorted(self._trained.difference(living))
@@ -229,14 +239,6 @@ class Run:
         if self._reporter is not None:
             self._reporter.close()
             self._reporter = None
-
-    def _make_reporter(self, begin_steps: int | None = None) -> Reporter:
-        """Make what shows the run. `begin_steps`: None for a reporter that continues another rank's."""
-        run = self.config.run
-        steps = self.config.total_steps
-        settings = settings_that_matter(flatten(to_table(self.config)))
-        folder, ranks = self.folder, self.num_trainers
-        return Reporter(folder, ranks, steps, run.console, run.tensorboard, run.spares, settings, begin_steps)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,7 +47,7 @@ from pala.exchange.gossip.messages import (
 )
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState, Rules
-from pala.exchange.wire import Message, Refusal, Wire
+from pala.exchange.wire import Message, Refusal
 from pala.system.output import log
 from pala.system.trace import Trace
 
@@ -59,8 +59,7 @@ MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much
 
 def make_protocol(rules: Rules) -> GossipProtocol:
     """Return the protocol that the row of the rules' mixing names."""
-    module, _, name = RULES[rules.mixing].protocol.partition(":")
-    protocol: type[GossipProtocol] = getattr(import_module(module), name)
+    protocol: type[GossipProtocol] = resolve_name(RULES[rules.mixing].protocol)
     return protocol(rules)
 
 
@@ -132,20 +131,6 @@ class Models(abc.ABC):
 
     def give_up_memory(self) -> None:  # noqa: B027
         """Do what `Receiver.give_up_memory` says."""
-
-
-class NoModels(Models):
-    """Messages as bytes, of a rank that has no model and is sent none."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def control(self, message: Message) -> Packet:
-        return Bytes(self._wire.encoded(message))
-
-    def open(self, received: Received, offer: Any = None) -> Opened:
-        message = self._wire.decode_from(received.source, received.data)
-        return Opened(None, message) if isinstance(message, Refusal) else Opened(message)
 
 
 @dataclass(eq=False)

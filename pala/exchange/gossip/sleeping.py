@@ -5,15 +5,31 @@ It keeps its driver and protocol when it is needed and trains. Loads no torch.
 
 from __future__ import annotations
 
-from pala.comm.base import Communicator
+from typing import Any
+
+from pala.comm.base import Bytes, Communicator, Packet, Received
 from pala.config import Config
 from pala.exchange.budget import StartState, Stop, budget_of
-from pala.exchange.gossip.driver import GossipDriver, NoModels, make_protocol
+from pala.exchange.gossip.driver import GossipDriver, Models, Opened, make_protocol
 from pala.exchange.gossip.messages import WITHOUT_MODEL
 from pala.exchange.gossip.state import Rules
 from pala.exchange.sleeping import Sleeping
-from pala.exchange.wire import NOTHING, Wire
+from pala.exchange.wire import NOTHING, Message, Refusal, Wire
 from pala.system.interrupt import Interrupt
+
+
+class NoModels(Models):
+    """Messages as bytes, of a rank that has no model and is sent none."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def control(self, message: Message) -> Packet:
+        return Bytes(self._wire.encoded(message))
+
+    def open(self, received: Received, offer: Any = None) -> Opened:
+        message = self._wire.decode_from(received.source, received.data)
+        return Opened(None, message) if isinstance(message, Refusal) else Opened(message)
 
 
 class SleepingGossip(Sleeping):

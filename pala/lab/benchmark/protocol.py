@@ -13,8 +13,9 @@ import numpy as np
 
 from pala.comm.base import Bytes, Packet, Received, Receiver, Transport
 from pala.exchange.budget import StepBudget
-from pala.exchange.gossip.driver import GossipDriver, NoModels, make_protocol
+from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.messages import gossip_sizes
+from pala.exchange.gossip.sleeping import NoModels
 from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import NOTHING, Message, Wire
 
