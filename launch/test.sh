@@ -50,9 +50,8 @@ unset PYTHONDONTWRITEBYTECODE
 sources=(docs examples launch pala results tests)
 ruff check "${sources[@]}"
 ruff format --check "${sources[@]}"
-python -m mypy
 # Tests that wait, for a signal or a link, leave their core to others: two workers more than there are cores. Those that
 # are run often wait little, and each worker loads torch: one more (2 cores: 86 s instead of 97).
 cores=$(nproc) more=2
-case "$*" in *"not slow"*) more=1 ;; esac
+case "$*" in *"not slow"*) more=1 && python -m mypy ;; esac # else tests/test_types.py, beside other tests
 exec python -m pytest --numprocesses "$((cores < 8 ? cores + more : 9))" --dist loadgroup --no-loadscope-reorder "$@"

@@ -137,16 +137,16 @@ print(f"the script goes on: {{result.status}}")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spares", "dies", "go_on"), [(0, True, 2), (1, False, 2), (0, False, 3)])
+@pytest.mark.parametrize(("ranks", "spares", "dies"), [(3, 0, True), (3, 1, False), (2, 0, False)])
 def test_a_script_ends_after_a_death_and_with_spares(
-    spares: int, dies: bool, go_on: int, any_mpi: Launcher, tmp_path: Path
+    ranks: int, spares: int, dies: bool, any_mpi: Launcher, tmp_path: Path
 ) -> None:
-    """MPI_Finalize could wait for them for ever, so it is called only where there were none."""
+    """MPI_Finalize could wait for them for ever, so it is called only where there were none. Two go on in any case."""
     (tmp_path / "dying.py").write_text(DYING_SCRIPT.format(spares=spares, dies=dies))
     python = str(any_mpi.folder / "python")
-    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "dying.py", cwd=tmp_path).wait()
-    assert job.output.count("the script goes on: completed") == go_on, job.output
-    assert job.output.count(f"finalised: {go_on == 3}") == go_on, job.output
+    job = any_mpi.start("--with-ft", "ulfm", "-np", str(ranks), python, "dying.py", cwd=tmp_path).wait()
+    assert job.output.count("the script goes on: completed") == 2, job.output
+    assert job.output.count(f"finalised: {ranks == 2}") == 2, job.output
     assert_all_end(tmp_path)
 
 
@@ -202,46 +202,32 @@ def resident_bytes(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_spare_takes_the_place_of_a_killed_rank(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Kills the first, which keeps run.json; the next test kills others, too."""
-    killed = 0
-    pids, run = start_with_spares(any_mpi, 4, 1, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
-    (job,) = any_mpi.jobs
-    wait_for(lambda: share_of_a_core([pids[4]]) < 0.1, what="sleep of the spare")
-    memory = [resident_bytes(pids[rank]) / 2**20 for rank in (4, 1)]
-    assert "libtorch" not in Path(f"/proc/{pids[4]}/maps").read_text() and len(read_run(run)) == 4
-    assert memory[0] < 0.5 * memory[1]
-    os.kill(pids[killed], signal.SIGKILL)
-    killed_s = time.monotonic()
-    wait_for(lambda: len(read_run(run)) == 5, what="the first record of the spare")
-    began_s = time.monotonic() - killed_s
-    wait_for(lambda: has_joined(run, 4), what="training of the spare")
-    living = {0, 1, 2, 3, 4} - {killed}
-    wait_for(lambda: total(run, "models_mixed", 4) > 10, what="mixes of the spare")
-    before = {rank: local_steps(run)[rank] for rank in living}
-    wait_for(lambda: all(local_steps(run)[rank] > before[rank] for rank in living), what="training of all four")
-    segment = assert_ends_well_by_usr1(job, tmp_path)
-    assert [lost["rank"] for lost in segment["lost_ranks"]] == [killed] and segment["ranks"] == 4
-    assert "rank 4, a spare" in job.output and total(run, "models_refused") == 0
-    steps_per_s = {rank: intervals(run, rank)[-1]["local_steps_per_s"] for rank in sorted(living)}
-    print(f"\nasleep {memory[0]:.0f} MiB (a rank that trains {memory[1]:.0f})")
-    print(f"the spare's first record {began_s:.1f} s after the death; steps/s then: {steps_per_s}")
-
-
-@pytest.mark.slow
 def test_deaths_one_after_the_other_take_spares_until_there_are_none(any_mpi: Launcher, tmp_path: Path) -> None:
-    """A spare that sleeps, two ranks at once, a spare that has joined."""
+    """A spare that sleeps, two ranks at once, of which the first keeps run.json, and a spare that has joined."""
     pids, run = start_with_spares(any_mpi, 3, 3, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     (job,) = any_mpi.jobs
+    asleep = [pids[rank] for rank in (3, 4, 5)]
+    wait_for(lambda: share_of_a_core(asleep) < 0.1, what="sleep of the spares")
+    memory = [resident_bytes(pid) / 2**20 for pid in (pids[4], pids[1])]
+    assert "libtorch" not in Path(f"/proc/{pids[4]}/maps").read_text() and len(read_run(run)) == 3
+    assert memory[0] < 0.5 * memory[1]
+    print(f"\nasleep {memory[0]:.0f} MiB (a rank that trains {memory[1]:.0f})")
+    killed_s = time.monotonic()
     for rank in (3, 0, 1):
         os.kill(pids[rank], signal.SIGKILL)
+    wait_for(lambda: len(read_run(run)) == 5, what="the first records of two spares")
+    print(f"their first records {time.monotonic() - killed_s:.1f} s after the deaths")
     wait_for(lambda: has_joined(run, 4) and has_joined(run, 5), what="training of two spares")
+    wait_for(lambda: min(total(run, "models_mixed", rank) for rank in (4, 5)) > 10, what="mixes of the spares")
+    before = local_steps(run)
+    wait_for(lambda: all(local_steps(run)[rank] > before[rank] for rank in (2, 3, 4)), what="training of all three")
     os.kill(pids[4], signal.SIGKILL)
     wait_for(lambda: len(record_of(run)["segments"][0]["lost_ranks"]) == 3, what="the news of the last death")
     number = num_records(run, 5)
     wait_for(lambda: num_records(run, 5) > number + 3, what="training of the last spare")
     segment = assert_ends_well_by_usr1(job, tmp_path)
-    assert [lost["rank"] for lost in segment["lost_ranks"]] == [0, 1, 4]
+    assert [lost["rank"] for lost in segment["lost_ranks"]] == [0, 1, 4] and segment["ranks"] == 3
+    assert "rank 4, a spare" in job.output and total(run, "models_refused") == 0
 
 
 @pytest.mark.slow
@@ -272,16 +258,16 @@ pala.train.main()
 
 @pytest.mark.slow
 def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: Path) -> None:
-    alone = ["--total-steps", "9000", "--exchange.kind", "none"]
-    job, run = start_disturbed(any_mpi, 3, SLOW_UNTIL_FREE, *alone, cwd=tmp_path), tmp_path / "runs/r"
-    os.kill(wait_until_all_train(tmp_path, 3)[0], signal.SIGKILL)
-    # They hear of it while they train, though they tell each other nothing: the next one keeps the record.
+    alone = ["--total-steps", "6000", "--exchange.kind", "none"]
+    job, run = start_disturbed(any_mpi, 2, SLOW_UNTIL_FREE, *alone, cwd=tmp_path), tmp_path / "runs/r"
+    os.kill(wait_until_all_train(tmp_path, 2)[0], signal.SIGKILL)
+    # The other hears of it while it trains, though they tell each other nothing, and keeps the record.
     wait_for(lambda: "lost_ranks" in record_of(run)["segments"][0], what="notice of the death")
-    assert max(local_steps(run)[1:]) < 3000, "they noticed it at the end"
+    assert local_steps(run)[1] < 3000, "it noticed it at the end"
     (tmp_path / "free").touch()
     assert job.wait().status == 0, job.output
     assert record_of(run)["completed"] and (run / "policy.safetensors").exists()
-    assert local_steps(run)[1:] == [3000, 3000]
+    assert local_steps(run)[1] == 3000
 
 
 @pytest.mark.slow
@@ -380,7 +366,7 @@ def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "mixing"), [(2, "uniform"), (3, "uniform"), (2, "paired")])
+@pytest.mark.parametrize(("ranks", "mixing"), [(3, "uniform"), (2, "paired")])
 def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     any_mpi: Launcher, ranks: int, mixing: str, tmp_path: Path
 ) -> None:
@@ -469,8 +455,8 @@ def test_without_fault_tolerance_the_job_ends_and_is_resumed(
     """Rank 0 is killed: it keeps run.json, so nobody is left to say how the job ended. Under MPICH another rank may see
     an error in the moment before it is killed, too."""
     often = ["--run.name", "r", "--run.checkpoint-interval-s", "0.5"]
-    job, run = mpi.start_train(3, *CARTPOLE, *often, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
-    wait_for(lambda: all_train(run, 3) and list(run.glob("checkpoints/*/rank-0001.previous*")), what="a checkpoint")
+    job, run = mpi.start_train(2, *CARTPOLE, *often, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    wait_for(lambda: all_train(run, 2) and list(run.glob("checkpoints/*/rank-0001.previous*")), what="a checkpoint")
     os.kill(pids_of_ranks(tmp_path)[0], signal.SIGKILL)
     job.wait()
     assert job.status != 0 and not record_of(run)["completed"]
@@ -478,7 +464,7 @@ def test_without_fault_tolerance_the_job_ends_and_is_resumed(
     said = record_of(run)["segments"][0]["status"]
     assert said == "running" or (mpi.name, said) == ("mpich", "failed")
     budget = sum(local_steps(run)) + 2000
-    done = standing.train(3, "--resume", "runs/r", "--total-steps", str(budget), cwd=tmp_path)
+    done = standing.train(2, "--resume", "runs/r", "--total-steps", str(budget), cwd=tmp_path)
     assert done.status == 0, done.output
     how_it_ended = "lost" if said == "running" else said
     assert [segment["status"] for segment in record_of(run)["segments"]] == [how_it_ended, "completed"]
@@ -591,7 +577,7 @@ def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi:
     the machine has to do comes and goes: each phase is compared with the next, and the median of several counts.
 
     The environments sleep, so that ranks do not take one another's cores."""
-    period_s, num_phases = 0.8, 20
+    period_s, num_phases = 0.8, 14
     disturbance = f"time.sleep(0.04 if rank == 1 and int(time.time() / {period_s}) % 2 else 0.01)"
     short = ["--env.num-envs", "1", "--a2c.rollout-steps", "5", "--run.log-interval-s", "0.1"]
     options = [*short, "--exchange.topology", "ring", *ENDLESS]

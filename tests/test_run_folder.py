@@ -304,11 +304,11 @@ def test_a_record_that_could_not_be_written_is_tried_again(tmp_path: Path, monke
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_two_jobs_in_one_folder(mpi: Launcher, standing: StandingRanks, tmp_path: Path) -> None:
+def test_two_jobs_in_one_folder(any_mpi: Launcher, standing: StandingRanks, tmp_path: Path) -> None:
     """The second is refused with a sentence, the first does not notice; when all its ranks are killed, another may."""
     arguments = [*CARTPOLE, "--run.name", "r", "--run.checkpoint-interval-s", "1"]
     run = tmp_path / "runs" / "r"
-    job = mpi.start_train(2, *arguments, "--total-steps", "100000000", cwd=tmp_path)
+    job = any_mpi.start_train(2, *arguments, "--total-steps", "100000000", cwd=tmp_path)
     wait_for(lambda: (run / "run.json").exists() or job.process.poll() is not None, what="training")
     second = standing.train(2, "--resume", str(run), cwd=tmp_path)
     assert second.status == 2 and second.output.count("pala: error:") == 1 and "Traceback" not in second.output

@@ -853,19 +853,33 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
-# SIGTERM and SIGUSR1: test_faults.py
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGHUP])
-def test_a_signal_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, number: int, tmp_path: Path) -> None:
-    if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip("SIGHUP is ignored, as under nohup, and stays so")
+def test_an_interrupt_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, tmp_path: Path) -> None:
+    """SIGTERM and SIGUSR1: test_faults.py."""
     run = tmp_path / "runs" / "r"
     job = start(any_mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "100000000", cwd=tmp_path)
     wait_for_checkpoints(job, run)
-    job.process.send_signal(number)
+    job.process.send_signal(signal.SIGINT)
     job.wait()
     assert job.status != 0 and "checkpoint written to" in job.output, job.output
-    assert f"after {signal.Signals(number).name}" in job.output and "restart" not in job.output
+    assert "after SIGINT" in job.output and "restart" not in job.output
     assert [segment["status"] for segment in record_of(run)["segments"]] == ["stopped"]
+
+
+@pytest.mark.usefixtures("tidy")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGHUP])
+def test_any_signal_is_passed_on_as_usr1(number: int, there: Path) -> None:
+    """To an mpirun that notes what it is told."""
+    if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("SIGHUP is ignored, as under nohup, and stays so")
+    traps = "".join(f"trap 'echo {name} >told; exit 7' {name}\n" for name in ("INT", "QUIT", "HUP", "TERM", "USR1"))
+    fake_mpirun(there, f'[ "$1" = --version ] && exit\n{traps}touch begun\nwhile :; do sleep 0.1; done\n')
+    command = [sys.executable, SCRIPT, "--mpirun", "./mpirun", "--pause-s", "0", *CARTPOLE, "--run.name", "r"]
+    with subprocess.Popen(command, cwd=there, stderr=subprocess.PIPE, text=True) as job:
+        wait_for(lambda: Path("begun").exists() or job.poll() is not None, what="the fake mpirun")
+        job.send_signal(number)
+        said = job.communicate(timeout=60)[1]
+    assert job.returncode == 128 + number and Path("told").read_text() == "USR1\n", said
+    assert f"after {signal.Signals(number).name}" in said and "restart" not in said
 
 
 @pytest.mark.mpi
