@@ -238,51 +238,15 @@ def test_what_no_other_rank_has_ends_training_and_the_reason_is_right(
 
 def test_a_bundle_that_leaves_is_replaced() -> None:
     company = Company(TWO_SHARDS, 4, 1)
-    assert [member.why_stay() for member in company.members[:4]] == ["it serves a shard"] * 2 + [""] * 2
+    assert [member.why_stay for member in company.members[:4]] == ["it serves a shard"] * 2 + [""] * 2
     company.members[2].leave()
     company.settle()
     assert 4 in company.awake and list(company.members[0].budget.living) == [0, 1, 3, 4]
     assert not any(member.fault for member in company.members)
 
 
-def test_the_last_of_a_role_stays() -> None:
-    company = Company(LOCAL, 5, 0)
-    assert [member.why_stay() for member in company.members] == ["it serves a shard", "", "", "", ""]
-    company.members[1].leave()
-    company.settle()
-    assert company.members[2].why_stay() == "no other rank can do what it does" and not company.members[3].why_stay()
-    assert not any(member.fault for member in company.members)
-
-
-@pytest.mark.parametrize(("silent", "stays"), [(3, False), (2, True)])
-def test_a_rank_that_does_not_answer_does_nothing_for_one_that_would_leave(silent: int, stays: bool) -> None:
-    """Ranks 1 and 2 learn, 3 and 4 act. Without 1 the first shard may find that no rank learns."""
-    company = Company(LOCAL, 5, 0)
-    company.silence(silent)
-    first = company.members[0]
-    assert first.watch.silent == {silent} and not first.fault
-    assert bool(first.why_stay(1)) == stays
-
-
-@pytest.mark.parametrize(
-    ("job", "asking", "may"),
-    [((LOCAL, 5, 0), (1, 2), [1]), ((LOCAL, 5, 0), (1, 2, 3, 4), [1, 3]), ((BUNDLED, 4, 0), (1, 2, 3), [1, 2, 3])],
-)
-def test_of_those_that_ask_to_leave_at_the_same_time_the_last_of_a_role_must_stay(
-    job: tuple[GorilaConfig, int, int], asking: tuple[int, ...], may: list[int]
-) -> None:
-    """A rank that may go stays allowed until it has gone."""
-    company = Company(*job)
-    assert not any(company.members[rank].why_stay() for rank in asking)
-    for rank in asking:
-        company.members[rank].ask_to_leave()
-    company.deliver_all()
-    assert [rank for rank in asking if company.members[rank].may_leave] == may
-    for rank in may:
-        company.members[rank].leave()
-        company.alive.discard(rank)
-    company.settle()
-    assert not any(company.members[rank].fault for rank in company.alive)
+def test_with_separate_roles_all_stay() -> None:
+    assert all(member.why_stay for member in Company(LOCAL, 5, 0).members)
 
 
 # ---- strange messages ------------------------------------------------------------------------------------------------
@@ -297,13 +261,12 @@ def test_messages_that_cannot_be_are_refused() -> None:
 
     for kind, sender, receiver, round_ in (
         (Kind.LEAVE, 0, 2, number(0)), (Kind.LEAVE, 3, 2, number(4)), (Kind.LEAVE, 3, 2, 0),
-        (Kind.LEAVE, 5, 2, number(5)), (Kind.ASK_LEAVE, 3, 0, number(4)), (Kind.ASK_LEAVE, 3, 2, number(3)),
-        (Kind.ASK_LEAVE, 5, 0, number(5)), (Kind.MAY_LEAVE, 1, 2, number(2)), (Kind.MUST_STAY, 0, 2, number(3)),
+        (Kind.LEAVE, 5, 2, number(5)),
     ):  # fmt: skip
         member, message = company.members[receiver], Message(kind, sender, round_, 1.0, Stop.NONE, counters)
         member.merge(message)
         assert member.hear(message) is not None, (kind, round_)
-        assert member.roles == company.roles and not member.gone and member.may_leave is None
+        assert member.roles == company.roles and not member.gone
 
 
 def test_any_messages_are_taken_or_refused_and_shards_stay() -> None:

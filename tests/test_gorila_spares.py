@@ -16,7 +16,6 @@ from pala.envs.vector import Envs
 from pala.exchange.budget import Stop
 from pala.gorila.agent import GorilaAgent, build
 from pala.gorila.exchange import GorilaExchange
-from pala.gorila.members import Members
 from pala.gorila.sleeping import SleepingGorila
 from pala.system.errors import EndError, PalaError
 from pala.testing.faults import fail_at, fail_at_message
@@ -168,10 +167,19 @@ def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
     assert "[rank 2] leaves (SIGUSR2); 2 go on" in capsys.readouterr().err
 
 
-def test_a_shard_that_is_told_to_leave_stays_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    job = train(2, with_spares(tmp_path, 0, steps=400), on_count=leave_at(0, update=5))
+@pytest.mark.parametrize(
+    ("ranks", "config", "told", "why"),
+    [
+        (2, BUNDLED, 0, "it serves a shard"),
+        (4, replace(SEPARATE, num_shards=1, num_learners=1), 1, "'gorila.roles' is 'separate'"),
+    ],
+)
+def test_a_rank_that_others_need_stays_and_says_so(
+    ranks: int, config: GorilaConfig, told: int, why: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    job = train(ranks, with_spares(tmp_path, 0, config, steps=400), on_count=leave_at(told, update=5))
     assert job.ended_well()
-    assert "[rank 0] was told to leave (SIGUSR2), but it serves a shard: it stays" in capsys.readouterr().err
+    assert f"[rank {told}] was told to leave (SIGUSR2), but {why}: it stays" in capsys.readouterr().err
 
 
 def test_when_the_shard_dies_a_rank_that_was_about_to_go_stops_the_run(
@@ -189,28 +197,6 @@ def test_when_the_shard_dies_a_rank_that_was_about_to_go_stops_the_run(
     job = train(2, with_spares(tmp_path, 0), on_count=leave_at(1, update=5))
     assert stopped_well(job, but_for=[0]) and job.results[1].leads and ranks_in(job, "lost_ranks") == [0]
     assert train(2, replace(job.config, total_steps=400), resume=job.run).ended_well()
-
-
-def test_of_the_last_two_of_a_role_that_leave_in_the_same_moment_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Each could go as far as it knows."""
-    why_stay, together = Members.why_stay, threading.Barrier(2)
-
-    def ask_together(members: Members, *arguments: int) -> str:
-        if not arguments:
-            together.wait(60)
-        return why_stay(members, *arguments)
-
-    monkeypatch.setattr(Members, "why_stay", ask_together)
-    # Actors call no `on_count`, so nothing slows them: a budget could be met before the learners' fifth update.
-    config = with_spares(tmp_path, 0, replace(SEPARATE, num_shards=1))
-    job = train(5, config, on_count=both(leave_at(1, 2, update=5), stop_after_a_departure(1, 2)))
-    (left,) = ranks_in(job, "left_ranks")
-    assert stopped_well(job, but_for=[left]) and job.results[left].status == "left" and left in (1, 2)
-    stayed = 3 - left
-    said = f"[rank {stayed}] was told to leave (SIGUSR2), but no other rank can do what it does: it stays"
-    assert said in capsys.readouterr().err and job.total("messages_refused") == 0
 
 
 def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

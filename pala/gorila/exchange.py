@@ -17,7 +17,7 @@ from pala.comm.base import Bytes, Communicator, Received, Receiver, Survivors
 from pala.exchange.base import Exchange, agree_on_end
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.exchange.wire import kind_and_round
-from pala.gorila.members import NOBODY_ELSE, Members
+from pala.gorila.members import Members
 from pala.gorila.messages import Kind
 from pala.gorila.node import Node, Rules
 from pala.gorila.replay import Batch, Experience
@@ -125,16 +125,10 @@ class GorilaExchange(Exchange, Receiver):
         with self._changed:
             if members.budget.stop is not Stop.NONE:
                 return False
-            why = members.why_stay()
-        if not why and not self._is_let_go():
-            why = NOBODY_ELSE
-        with self._changed:
-            if members.budget.stop is not Stop.NONE:
-                return False
-            if why:
+            if members.why_stay:
                 log(
-                    f"[rank {rank}] was told to leave ({LEAVE.name}), but {why}: it stays. SIGUSR1 ends the whole job, "
-                    "with a checkpoint."
+                    f"[rank {rank}] was told to leave ({LEAVE.name}), but {members.why_stay}: it stays. SIGUSR1 ends "
+                    "the whole job, with a checkpoint."
                 )
                 return False
             members.leave()
@@ -142,18 +136,6 @@ class GorilaExchange(Exchange, Receiver):
         self._transport.wait_until_sent(members.watch.patience_s, self._interrupt)
         log(f"[rank {rank}] leaves ({LEAVE.name}); {others} go on.")
         return True
-
-    def _is_let_go(self) -> bool:
-        """Ask the first shard whether this rank may leave, until it answers, since any message can be refused. False if
-        training ends."""
-        members = self._members
-        while True:
-            with self._changed:
-                members.ask_to_leave()
-            again_s = time.monotonic() + members.watch.patience_s / 4
-            self._wait_until(lambda: members.may_leave is not None or time.monotonic() > again_s)  # noqa: B023
-            if members.may_leave is not None or self.stop is not Stop.NONE:
-                return bool(members.may_leave)
 
     def stepped(self, steps: int, experience: Experience) -> None:
         """Count steps of this rank's environments, and hand them to the replay. Waits while many are under way."""

@@ -1,6 +1,7 @@
 """Members of a Gorila run: what a rank, awake or asleep, knows of the others. No torch, MPI, threads, clock.
 
-    a rank is told to leave ──ASK_LEAVE──▶ first shard ──MAY_LEAVE──▶ the rank, which goes ──LEAVE──▶ all others
+A rank that leaves tells all others. It may leave if it is a bundle that serves no shard: whatever it does, the shards'
+ranks do as well. With `separate` roles it could be the last of its role, so all stay.
 
 A spare wakes up by itself when it is needed (`StepBudget.is_needed`), and acts, learns and holds replay as every
 bundled rank does. The shards hear of it by its first question, all others by the steps that it makes. Shards have no
@@ -15,15 +16,13 @@ from typing import NamedTuple
 from pala.comm.base import Packet
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message, Refusal
-from pala.gorila.messages import ABOUT_LEAVING, ABOUT_MEMBERS, ANSWERS, Kind
+from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.roles import Roles
 from pala.gorila.watch import Watch
 
-NOBODY_ELSE = "no other rank can do what it does"
-
 
 class Members:
-    """The present roles of all ranks, which of them answer and may leave, and whether training can continue."""
+    """The present roles of all ranks, which of them answer, and whether training can continue."""
 
     def __init__(
         self,
@@ -38,9 +37,7 @@ class Members:
         self.on_gone: Callable[[int], object] = lambda rank: None  # that rank has died or left
         self.on_change: Callable[[], object] = lambda: None  # a rank has gone or come, and training goes on
         self.fault = ""  # why training cannot go on
-        self.may_leave: bool | None = None  # the first shard's answer, when it has come
         self.gone: list[int] = []  # ranks that have died or left, in the order in which this rank heard of it
-        self._let_go: set[int] = set()  # of the first shard: ranks that it has allowed to leave
         self._has_spares = budget.size > len(roles.everybody)
         self.watch = Watch(self._watched(), patience_s, lambda rank: self.tell(rank, Kind.PING, 0))
 
@@ -48,11 +45,6 @@ class Members:
     def has_left(self) -> bool:
         """True of a rank that was told to go, and has told the others."""
         return self.rank in self.budget.left
-
-    @property
-    def is_first(self) -> bool:
-        """True of the rank that serves the first shard, without which there is no job."""
-        return self.rank == self.roles.shards[0]
 
     # ---- what comes ----------------------------------------------------------------------------------------------
 
@@ -67,37 +59,15 @@ class Members:
 
     def hear(self, message: Message) -> Refusal | None:
         """Take in a message of one of the kinds `ABOUT_MEMBERS`, which `merge` has seen."""
-        kind, sender = message.kind, message.sender
-        if kind not in ABOUT_LEAVING:
+        if message.kind is not Kind.LEAVE:
             return None
-        if message.round != self._number(self.rank if kind in ANSWERS else sender):
+        rank = message.sender
+        if message.round != self._number(rank):
             return Refusal("it is about another rank")
-        if kind is Kind.LEAVE:
-            return self._hear_leave(sender)
-        if kind is Kind.ASK_LEAVE:
-            return self._hear_question(sender)
-        if sender != self.roles.shards[0]:
-            return Refusal(f"rank {sender} is not the first shard, but its kind is {kind.name}")
-        self.may_leave = kind is Kind.MAY_LEAVE
-        return None
-
-    def _hear_leave(self, rank: int) -> Refusal | None:
-        if rank in self.roles.shards or rank not in self.roles.everybody:
+        if self._why_stay(rank) or rank not in self.roles.everybody:
             return Refusal(f"rank {rank} has no role that it can leave")
         self.budget.rank_left(rank)
         self._lose(rank)
-        return None
-
-    def _hear_question(self, rank: int) -> Refusal | None:
-        """Answer a rank that asks whether it may leave. If several ask at once, some must stay for the others' sake."""
-        if not self.is_first or rank not in self.roles.everybody:
-            return Refusal(f"this rank cannot let rank {rank} go")
-        if self.budget.stop is not Stop.NONE:
-            return None
-        stays = bool(self.why_stay(rank))
-        if not stays:
-            self._let_go.add(rank)
-        self.tell(rank, Kind.MUST_STAY if stays else Kind.MAY_LEAVE, self._number(rank))
         return None
 
     def peer_died(self, rank: int) -> None:
@@ -158,20 +128,15 @@ class Members:
         self.budget.rank_joined(self.rank)
         self._admit()
 
-    def why_stay(self, rank: int | None = None) -> str:
-        """Return why this rank, or another, cannot leave, or nothing. Silent ranks can do nothing in its place."""
-        rank = self.rank if rank is None else rank
+    @property
+    def why_stay(self) -> str:
+        """Why this rank cannot leave; empty if it can."""
+        return self._why_stay(self.rank)
+
+    def _why_stay(self, rank: int) -> str:
         if rank in self.roles.shards:
             return "it serves a shard"
-        going, silent = {rank, *self._let_go}, self.watch.silent
-        gone, living = [*self.gone, *sorted(going)], set(self.budget.living) - going
-        lost = lost_by_deaths(self.roles, gone, living, is_over=False) or lost_by_silence(self.roles, living, silent)
-        return NOBODY_ELSE if lost else ""
-
-    def ask_to_leave(self) -> None:
-        """Ask the first shard; `may_leave` tells when it has answered."""
-        self.may_leave = None
-        self.tell(self.roles.shards[0], Kind.ASK_LEAVE, self._number(self.rank))
+        return "" if self.roles.are_bundled else "'gorila.roles' is 'separate'"
 
     def leave(self) -> None:
         """Do nothing more from now on, and tell the others, which continue."""
@@ -189,7 +154,7 @@ class Members:
         return self.roles.watched_by(self.rank).intersection(self.budget.present).difference(self.gone)
 
     def _number(self, rank: int) -> int:
-        """Return the `round` of a message about a rank that leaves; never 0, as other messages have."""
+        """Return the `round` of a message that this rank leaves: never 0, as that of others, which may be damaged."""
         return 1 + rank * self.budget.size + rank
 
 

@@ -21,14 +21,7 @@ class Kind(enum.IntEnum):
     BATCH = 14  # a minibatch of transitions
     PING = 15  # that it is received shows that its receiver answers
     LEAVE = 16  # its sender, told to go, does nothing more; these are its last steps
-    ASK_LEAVE = 20  # its sender, told to go, asks the first shard whether it may
-    MAY_LEAVE = 21  # the first shard's answer: yes
-    MUST_STAY = 22  # the first shard's answer: no
 
 
-ANSWERS = (Kind.MAY_LEAVE, Kind.MUST_STAY)
-"""Answers of the first shard to a rank that has asked whether it may leave."""
-ABOUT_LEAVING = (Kind.LEAVE, Kind.ASK_LEAVE, *ANSWERS)
-"""Messages whose `round` numbers the rank that leaves (`Members`): one of another kind, damaged, is not believed."""
-ABOUT_MEMBERS = (Kind.STOP, Kind.PING, *ABOUT_LEAVING)
+ABOUT_MEMBERS = (Kind.STOP, Kind.PING, Kind.LEAVE)
 """Messages about who is there, with nothing behind the counters; all that a rank that sleeps sends and takes."""

@@ -28,6 +28,11 @@ class Roles(NamedTuple):
         """The ranks that have a role."""
         return {*self.shards, *self.replays, *self.learners, *self.actors}
 
+    @property
+    def are_bundled(self) -> bool:
+        """True if every rank that acts learns, too, and holds replay."""
+        return self.learners == self.actors
+
     def has_any(self, rank: int, names: Collection[str]) -> bool:
         """Tell whether the rank has one of these roles."""
         return any(rank in getattr(self, name) for name in names)
