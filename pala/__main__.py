@@ -8,6 +8,7 @@
     compare    variants x games x rank counts x seeds, and a report
     benchmark  how fast training is on this machine
     simulate   gossip on simulated ranks: faults, learning, speed
+    chaos      kill, stop and slow ranks of one's own running job
     scores     the table of the 49 games from runs of Gorila
     presets    names of the presets that come with PALA
 
@@ -22,7 +23,19 @@ import sys
 
 import pala
 
-PROGRAMS = ("train", "doctor", "evaluate", "play", "plot", "compare", "benchmark", "simulate", "scores", "presets")
+PROGRAMS = (
+    "train",
+    "doctor",
+    "evaluate",
+    "play",
+    "plot",
+    "compare",
+    "benchmark",
+    "simulate",
+    "chaos",
+    "scores",
+    "presets",
+)
 
 
 def main() -> None:
