@@ -42,6 +42,7 @@ PROGRAMS = (
     "compare",
     "benchmark",
     "simulate",
+    "chaos",
     "scores",
     "presets",
 )
@@ -165,6 +166,7 @@ except SystemExit as exit_:
         pytest.param(BENCHMARK, {"numpy"}, marks=pytest.mark.slow),
         pytest.param(CHECK, {"numpy"}, marks=pytest.mark.slow),
         ("import pala.lab.simulate.__main__", {"numpy"}),
+        ("import pala.lab.chaos.__main__", {"numpy"}),
         ("import pala.lab.compare.__main__", {"numpy", "gymnasium"}),
         ("import pala.lab.scores", {"numpy", "gymnasium"}),
         ("import pala.doctor.__main__", {"numpy", "mpi4py"}),

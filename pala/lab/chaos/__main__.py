@@ -65,7 +65,7 @@ def parse(arguments: list[str]) -> tuple[Path, Command]:
     check_named(command, "faults")
     check_choices("faults", command.faults, FAULTS)
     check_least("seed", command.seed, 0)
-    check_least("mean-s", command.mean_s, 1)
+    check_least("mean-s", command.mean_s, 0.1)
     if command.duration_s is not None:
         check_least("duration-s", command.duration_s, 1)
     if command.output is not None and not command.output.absolute().parent.is_dir():
@@ -92,8 +92,8 @@ def ranks_to_shake(run: Path, faults: tuple[FaultName, ...]) -> dict[int, RankPr
         raise _none_found(run, segment)
     if len(found) < 2:
         raise PalaError(
-            f"Only rank {next(iter(found))} of run '{run}' can be reached from {platform.node()}, and at least one rank "
-            "is left alone. Start more ranks on this host."
+            f"Only rank {next(iter(found))} of run '{run}' can be reached from {platform.node()}, and one rank of each "
+            "host is left alone. Start more ranks here."
         )
     if "kill" in faults:
         _check_outlives(run, run_folder.config_of(run, record), found)
@@ -173,9 +173,9 @@ _COLUMNS: tuple[Column[Result], ...] = (
     Column("fault", lambda fault: fault["fault"]),
     Column("rank", lambda fault: fault["rank"]),
     Column("for s", lambda fault: fault["lasted_s"], ".1f"),
-    Column("death noted after s", lambda fault: fault["noticed_s"], ".1f"),
+    Column("noted after s", lambda fault: fault["noticed_s"], ".1f"),
     Column("others train after s", lambda fault: fault["others_s"], ".1f"),
-    Column("itself after s", lambda fault: fault["back_s"], ".1f"),
+    Column("it trains after s", lambda fault: fault["back_s"], ".1f"),
     Column("steps/s before", lambda fault: fault["steps_per_s_before"], ",.0f"),
     Column("after", lambda fault: fault["steps_per_s_after"], ",.0f"),
 )
@@ -191,16 +191,20 @@ def page_of(run: Path, result: Result) -> str:
         f"{plan['mean_s']:g} s, of {', '.join(plan['kinds'])}. Within reach on {result['host']}: "
         f"{_named(result['ranks_reached'])}.{beyond}"
     )
-    speeds = [f"{speed:,.0f} {when}" for when, speed in result["steps_per_s"].items() if speed is not None]
+    phases = {"before": "before the first fault", "between": "until the last one's end", "after": "after it"}
+    speeds = [f"{speed:,.0f} {phases[name]}" for name, speed in result["steps_per_s"].items() if speed is not None]
     died = f"; died otherwise: {_named(result['died_otherwise'])}" if result["died_otherwise"] else ""
     left = f"; left: {_named(result['left'])}" if result["left"] else ""
     lines = [
         f"- killed: {_named(result['killed'])}{died}{left}; survivors: {_named(result['survivors'])}",
         f"- hung, without a record for {result['hang_limit_s']:.0f} s: {_named(result['hung'])}",
-        f"- steps/s of all ranks: {', '.join(speeds) or 'not known'} (the first fault, the end of the last)",
+        f"- steps/s of all ranks: {', '.join(speeds) or 'not known'}",
         f"- the run is {result['status']}",
     ]
-    note = f"Times are as fine as the ranks' records: {result['resolution_s']:g} s."
+    note = (
+        "A rank trains, after a fault or after its own one's end, when it has made one whole record since. Times are as "
+        f"fine as these: {result['resolution_s']:g} s."
+    )
     faults = table(_COLUMNS, result["faults"])
     return Page(f"Chaos in {run}").add(lead, faults, note if faults else "", "\n".join(lines)).text()
 

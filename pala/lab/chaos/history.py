@@ -32,7 +32,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class Fault:
-    """What was done to a rank."""
+    """A fault that a rank was given."""
 
     kind: FaultName
     rank: int
@@ -59,7 +59,7 @@ class History:
 
     faults: list[Fault] = field(default_factory=list)
     intervals: dict[int, list[Interval]] = field(default_factory=dict)
-    """Of each rank that was seen to train, in the order of time."""
+    """Intervals of each rank that was seen to train, in the order of time."""
     died: dict[int, float] = field(default_factory=dict)
     """Ranks that were killed or died otherwise, and when that was known."""
     left: set[int] = field(default_factory=set)

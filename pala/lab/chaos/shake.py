@@ -28,13 +28,13 @@ class Draw(NamedTuple):
     wait_s: float
     kind: FaultName
     place: float
-    """Where in the list of ranks the one to disturb stands, in [0, 1)."""
+    """Place of the rank to disturb in the list of those that can be, in [0, 1)."""
     lasts_s: float
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of the faults."""
+    """Choices of the user's: which faults, how often, and how long."""
 
     seed: int
     mean_s: float
@@ -68,6 +68,7 @@ class Shaker:
         self._began_s = time.monotonic()
         self._lasting: list[tuple[Fault, float]] = []  # stops and slowness, and when each is to end
         self._ticks = 0
+        self._has_said_alone = False
         self.history = History()
         self.watch = Watch(run, self.history, self._now_s)
 
@@ -116,8 +117,11 @@ class Shaker:
             if rank in self.history.intervals and process.lives() and self.history.as_usual(rank, now_s, math.inf)
         ]
         if len(ranks) < 2:
-            log(f"{now_s:7.1f} s  no {draw.kind}: the last rank here that nothing disturbs is left alone")
+            if not self._has_said_alone:
+                log(f"{now_s:7.1f} s  no {draw.kind}: the last rank here that nothing disturbs is left alone")
+            self._has_said_alone = True
             return
+        self._has_said_alone = False
         rank = ranks[int(draw.place * len(ranks))]
         fault = Fault(draw.kind, rank, now_s)
         self.history.faults.append(fault)
