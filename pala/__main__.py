@@ -9,6 +9,7 @@
     compare    variants x games x rank counts x seeds, and a report
     benchmark  how fast training is on this machine
     simulate   gossip on simulated ranks: faults, learning, speed
+    chaos      kill, stop and slow ranks of one's own running job
     scores     the table of the 49 games from runs of Gorila
     presets    names of the presets that come with PALA
 
@@ -33,6 +34,7 @@ PROGRAMS = (
     "compare",
     "benchmark",
     "simulate",
+    "chaos",
     "scores",
     "presets",
 )

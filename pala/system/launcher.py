@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -25,11 +25,18 @@ _LAUNCHERS = (
 )
 
 
-def _environment_int(*names: str) -> int | None:
+def _environment_int(*names: str, environment: Mapping[str, str] | None = None) -> int | None:
+    environment = os.environ if environment is None else environment
     for name in names:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
+        if environment.get(name, "").isdigit():
+            return int(environment[name])
     return None
+
+
+def rank_in(environment: Mapping[str, str] | None = None) -> int | None:
+    """Return the rank that the launcher has given a process, by its environment variables; None without a launcher.
+    `environment`: None for this process's."""
+    return _environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", environment=environment)
 
 
 def _tasks_of_step_here() -> int | None:
@@ -57,7 +64,7 @@ class Launch:
     def detect(cls) -> Launch:
         """Return the facts of this process; alone without a launcher."""
         return cls(
-            rank=_environment_int("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") or 0,
+            rank=rank_in() or 0,
             size=_environment_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS") or 1,
             local_rank=_environment_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
             local_size=_environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or _tasks_of_step_here() or 1,
@@ -66,10 +73,15 @@ class Launch:
 
 @cache
 def can_survive() -> bool:
-    """Return True if the job was started so that it outlives its ranks: `mpirun --with-ft ulfm` of Open MPI 5. Found
-    once: Gymnasium's AsyncVectorEnv takes the launcher's variables away while it starts its processes."""
-    value = os.environ.get("OMPI_MCA_mpi_ft_enable", "")  # noqa: SIM112 - that is its name
-    return value.lower() in ("1", "true", "yes", "enabled")
+    """Return True if this process's job outlives its ranks. Found once: Gymnasium's AsyncVectorEnv takes the launcher's
+    variables away while it starts its processes."""
+    return outlives_ranks(os.environ)
+
+
+def outlives_ranks(environment: Mapping[str, str]) -> bool:
+    """Return True if a job was started so that it outlives its ranks: `mpirun --with-ft ulfm` of Open MPI 5.
+    `environment`: a rank's environment variables."""
+    return environment.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
 
 
 def die_with_launcher() -> None:

@@ -1,0 +1,6 @@
+"""The program `python -m pala.chaos`."""
+
+from pala.lab.chaos.__main__ import main
+
+if __name__ == "__main__":
+    main()
