@@ -61,6 +61,22 @@ class Gossip:
     and the floating-point buffers of `state_dict`, such as BatchNorm's statistics, which are never compressed.
     """
 
+    _flat: FlatTensors | None = None
+    _exchange: GossipExchange | None = None  # none on a rank that is alone
+    _momentum: Momentum | None = None
+    _movement: Tensor | None = None  # momentum's
+    _loaded: Mapping[str, Any] | None = None  # by `load_state_dict`
+    _start = ExchangeState([])  # of the exchange
+    _updates = 0
+    _local_steps = 0
+    _num_looks = 0  # at `goes_on` since the last update
+    _living: Sequence[int] = ()  # of whom `on_change` knows
+    _heals = 0
+    _distance: float | None = None
+    _has_left = False
+    _has_ended = False  # all have met for the last time
+    _is_mpi = False
+
     def __init__(
         self,
         model: nn.Module | Iterable[Tensor],
@@ -109,21 +125,6 @@ class Gossip:
         self._comm = comm
         self._interrupt = Interrupt()
         self._stack = ExitStack()
-        self._flat: FlatTensors | None = None
-        self._exchange: GossipExchange | None = None  # none on a rank that is alone
-        self._momentum: Momentum | None = None
-        self._movement: Tensor | None = None  # momentum's
-        self._loaded: Mapping[str, Any] | None = None  # by `load_state_dict`
-        self._start = ExchangeState([])
-        self._updates = 0
-        self._local_steps = 0
-        self._num_looks = 0  # at `goes_on` since the last update
-        self._living: Sequence[int] = ()  # of whom `on_change` knows
-        self._heals = 0
-        self._distance: float | None = None
-        self._has_left = False
-        self._has_ended = False  # all have met for the last time
-        self._is_mpi = False
 
     # ---- the block ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,10 @@ class FlatTensors:
             else:
                 self._rounded.append((name, tensor, view))
             offset += tensor.numel()
+        self._as_they_were = [
+            *((name, tensor, tensor.shape, view.data_ptr()) for name, tensor, view in self._views),
+            *((name, tensor, tensor.shape, None) for name, tensor, _ in self._rounded),
+        ]
 
     @property
     def learned(self) -> Tensor:
@@ -105,14 +110,11 @@ class FlatTensors:
 
     def check(self) -> None:
         """Raise PalaError if a tensor of the model is no longer the one that is exchanged, or has another shape."""
-        for name, tensor, view in self._views:
-            if tensor.data_ptr() != view.data_ptr() or tensor.shape != view.shape:
+        for name, tensor, shape, place in self._as_they_were:
+            if tensor.shape != shape or (place is not None and tensor.data_ptr() != place):
                 raise _replaced(name)
-        for name, tensor, inside in self._rounded:
-            if tensor.shape != inside.shape:
-                raise _replaced(name)
-        for module, name, tensor in self._owners:
-            if getattr(module, name, None) is not tensor:
+        for tensors, name, tensor in self._owners:
+            if tensors.get(name) is not tensor:
                 raise _replaced(name)
 
     def not_finite(self) -> str:
@@ -121,14 +123,15 @@ class FlatTensors:
         return next((name for name, _, inside in named if not bool(inside.isfinite().all())), "")
 
 
-def _owners(owner: nn.Module | None, ids: set[int]) -> list[tuple[nn.Module, str, Tensor]]:
-    """Return in which module and under which name each of these tensors lies."""
+def _owners(owner: nn.Module | None, ids: set[int]) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Return in which module's table and under which name each of these tensors lies."""
     modules = owner.modules() if owner is not None else ()
     return [
-        (module, name, tensor)
+        (tensors, name, tensor)
         for module in modules
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        if id(tensor) in ids
+        for tensors in (module._parameters, module._buffers)  # a look here takes a tenth of one at `module.name`
+        for name, tensor in tensors.items()
+        if tensor is not None and id(tensor) in ids
     ]
 
 
