@@ -151,7 +151,7 @@ def draw(timeline: Timeline, output: Path) -> None:
     axes.set_yticks(list(rows.values()), [verbatim(f"rank {rank.rank}\n{rank.host}") for rank in timeline.ranks])
     axes.invert_yaxis()
     axes.set_xlim(0, max(timeline.end_s - begin_s, 1e-3))
-    axes.set_xlabel(f"seconds, from {begin_s:.2f} s after the timeline's begin")
+    axes.set_xlabel(f"seconds, from {begin_s:g} s after the timeline's begin")
     tidy(axes, "x")
     handles = [axes.barh(0, 0, color=colour, label=name) for name, colour in names.items()]
     if handles:
@@ -200,9 +200,9 @@ class Command:
     output: Path | None = None
     """File to write; otherwise RUN/trace.json. `.json.gz`: packed. `.png`, `.svg`, `.pdf`: a picture."""
     begin: float = 0.0
-    """Leave out what ended before so many seconds."""
+    """Leave out what ended before this time, in seconds from the begin of the timeline."""
     seconds: float = 0.0
-    """Leave out what began later than so many seconds after `--begin`; 0: nothing."""
+    """Length of the part that is kept, from `--begin` on; 0: to the end."""
 
 
 def summary(timeline: Timeline) -> str:
@@ -230,6 +230,8 @@ def main() -> None:
     timeline = read(run)
     if command.begin or command.seconds:
         timeline = timeline.part(command.begin, command.seconds or timeline.end_s)
+        if timeline.end_s <= timeline.begin_s:
+            raise PalaError(f"'--begin' is {command.begin:g}, but the timeline ends after {timeline.end_s:.1f} s.")
     if output.suffix in _PICTURES:
         draw(timeline, output)
     else:

@@ -82,16 +82,8 @@ class Timeline:
 
     ranks: Sequence[RankEvents]
     arrows: Sequence[Arrow]
-
-    @property
-    def begin_s(self) -> float:
-        """Begin of the first event."""
-        return min((float(rank.events["begin"].min()) for rank in self.ranks if len(rank.events)), default=0.0)
-
-    @property
-    def end_s(self) -> float:
-        """End of the last event."""
-        return max((float(rank.events["end"].max()) for rank in self.ranks if len(rank.events)), default=0.0)
+    begin_s: float
+    end_s: float
 
     @property
     def error_s(self) -> float:
@@ -99,14 +91,14 @@ class Timeline:
         return 2 * max((rank.error_s or 0.0 for rank in self.ranks), default=0.0)
 
     def part(self, begin_s: float, seconds: float) -> Timeline:
-        """Return the events of a part of it; messages that were sent or received then."""
-        end_s = begin_s + seconds
+        """Return the events of a part of it, and the messages that were sent and received then."""
+        end_s = min(begin_s + seconds, self.end_s)
         ranks = [
             replace(rank, events=rank.events[(rank.events["end"] >= begin_s) & (rank.events["begin"] <= end_s)])
             for rank in self.ranks
         ]
         arrows = [a for a in self.arrows if begin_s <= a.sent_s <= end_s and begin_s <= a.received_s <= end_s]
-        return Timeline(ranks, arrows)
+        return Timeline(ranks, arrows, begin_s, end_s)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -134,7 +126,8 @@ def read(folder: Path) -> Timeline:
     if math.isnan(begin_s):
         raise PalaError(f"The timeline in '{folder}' has no events yet; they are written every few seconds.")
     ranks = [_joined(of_ranks[rank], begin_s) for rank in sorted(of_ranks)]
-    return Timeline(ranks, match(ranks))
+    end_s = max(float(rank.events["end"].max()) for rank in ranks if len(rank.events))
+    return Timeline(ranks, match(ranks), 0.0, end_s)
 
 
 def _files_of(folder: Path) -> list[Path]:

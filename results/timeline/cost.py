@@ -45,7 +45,7 @@ def measured(loop: Any, *given: Any) -> Any:
         number = updates - WARM_UP
         if 0 < number <= 2 * PAIRS:
             cpu_s[number - 1] = time.process_time() - began_s
-        if number == 2 * PAIRS:
+        if number == 2 * PAIRS and loop._rank == 0:
             exchange.stop_now(Stop.CALLBACK)
         if 0 <= number < 2 * PAIRS:
             turn(bool(order[number]))
@@ -53,9 +53,11 @@ def measured(loop: Any, *given: Any) -> Any:
 
     turn(False)
     ended = RUN(loop, *given[:3], on_update)
-    if loop._rank == 0 and cpu_s.all():
+    made = int(np.count_nonzero(cpu_s)) // 2  # pairs, if it was ended before
+    if loop._rank == 0 and made:
         trace._write()
-        write(np.stack([cpu_s[~order], cpu_s[order]], 1), trace._size // EVENT.size / PAIRS)
+        off, on = (cpu_s[: 2 * made][of[: 2 * made]] for of in (~order, order))
+        write(np.stack([off, on], 1), trace._size // EVENT.size / made)
     turn(True)
     return ended
 
