@@ -202,8 +202,8 @@ def page_of(run: Path, result: Result) -> str:
         f"- the run is {result['status']}",
     ]
     note = (
-        "A rank trains, after a fault or after its own one's end, when it has made one whole record since. Times are as "
-        f"fine as these: {result['resolution_s']:g} s."
+        "The others train when each has made one whole record since the fault, the rank itself since the fault's end. "
+        f"Times are as fine as the records: {result['resolution_s']:g} s."
     )
     faults = table(_COLUMNS, result["faults"])
     return Page(f"Chaos in {run}").add(lead, faults, note if faults else "", "\n".join(lines)).text()
