@@ -13,6 +13,7 @@ from typing import Any
 
 from pala.config import Config, RunConfig, to_table
 from pala.system.files import write_json
+from support.helpers import wait_for
 
 RANK = """
 import fcntl, json, os, sys, time
@@ -37,11 +38,16 @@ def write_record(run: Path, config: Config | None = None, **facts: Any) -> None:
     (run / "metrics").mkdir(parents=True, exist_ok=True)
     (run / ".lock").touch()
     segment = {
-        "started": "", "ended": None, "status": "running", "segment": "segment-000", "ranks": 3,
+        "started": "",
+        "ended": None,
+        "status": "running",
+        "segment": "segment-000",
+        "ranks": 3,
         "hosts": [platform.node()] * 3,
-    }  # fmt: skip
+    }
+    kept = {key: fact for key, fact in (segment | facts).items() if fact is not None or key == "ended"}
     table = to_table(config or Config(run=RunConfig(log_interval_s=0.1)))
-    write_json(run / "run.json", {"format": 1, "completed": False, "config": table, "segments": [segment | facts]})
+    write_json(run / "run.json", {"format": 1, "completed": False, "config": table, "segments": [kept]})
 
 
 def start_rank(run: Path, rank: int, ulfm: bool = True, silent_after: int = 10**6) -> subprocess.Popen[bytes]:
@@ -52,8 +58,6 @@ def start_rank(run: Path, rank: int, ulfm: bool = True, silent_after: int = 10**
 @contextmanager
 def ranks_of(run: Path, number: int = 3, **options: Any) -> Iterator[list[subprocess.Popen[bytes]]]:
     """That many ranks, once all have made a record; they end with the block."""
-    from support.helpers import wait_for
-
     ranks = [start_rank(run, rank, **options) for rank in range(number)]
     files = [run / f"metrics/rank-{rank:04d}.jsonl" for rank in range(number)]
     try:

@@ -87,6 +87,8 @@ def ranks_to_shake(run: Path, faults: tuple[FaultName, ...]) -> dict[int, RankPr
     segment = record["segments"][-1]
     if segment["status"] != "running":
         raise PalaError(f"Run '{run}' does not train: its 'run.json' says '{segment['status']}'. Start or resume it.")
+    if missing := {"segment", "ranks", "hosts"} - segment.keys():
+        raise PalaError(f"'{run / 'run.json'}' does not say '{min(missing)}': its job began with an earlier version.")
     found = find(run, {})
     if not found:
         raise _none_found(run, segment)
@@ -109,8 +111,8 @@ def _user(number: int) -> str:
 
 def _none_found(run: Path, segment: dict[str, Any]) -> PalaError:
     """Return why no process here is a rank of the run."""
-    here, hosts = platform.node(), sorted(set(segment.get("hosts", [])))
-    if hosts and here not in hosts:
+    here, hosts = platform.node(), sorted(set(segment["hosts"]))
+    if here not in hosts:
         return PalaError(
             f"No rank of run '{run}' is on this host, {here}: they are on {', '.join(hosts)}. Processes of other hosts "
             "cannot be reached: give the command there."
@@ -159,7 +161,7 @@ def result_of(history: History, plan: Plan, limit_s: float, log_s: float, reache
         "watched_s": round(history.end_s, 1),
         "faults": list(history.facts()),
         "killed": sorted(history.killed),
-        "died_otherwise": sorted(history.died.keys() - history.killed),
+        "died_otherwise": history.died_otherwise,
         "left": sorted(history.left),
         "survivors": history.survivors,
         "hung": history.hung,
@@ -202,8 +204,8 @@ def page_of(run: Path, result: Result) -> str:
         f"- the run is {result['status']}",
     ]
     note = (
-        "A rank trains, after a fault or after its own one's end, when it has made one whole record since. Times are "
-        f"as fine as these: {result['resolution_s']:g} s."
+        "The others train when each has made one whole record since the fault, the rank itself since the fault's end. "
+        f"Times are as fine as the records: {result['resolution_s']:g} s."
     )
     faults = table(_COLUMNS, result["faults"])
     return Page(f"Chaos in {run}").add(lead, faults, note if faults else "", "\n".join(lines)).text()

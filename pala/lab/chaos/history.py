@@ -61,7 +61,7 @@ class History:
     intervals: dict[int, list[Interval]] = field(default_factory=dict)
     """Intervals of each rank that was seen to train, in the order of time."""
     died: dict[int, float] = field(default_factory=dict)
-    """Ranks that were killed or died otherwise, and when that was known."""
+    """Ranks that were killed or died otherwise, and when that was known; 0 before the watch."""
     left: set[int] = field(default_factory=set)
     """Ranks that were asked to leave, and did."""
     end_s: float = 0.0
@@ -74,6 +74,11 @@ class History:
     def killed(self) -> set[int]:
         """The ranks that were killed here."""
         return {fault.rank for fault in self.faults if fault.kind == "kill"}
+
+    @property
+    def died_otherwise(self) -> list[int]:
+        """The ranks that died during the watch without being killed here."""
+        return sorted(rank for rank, at_s in self.died.items() if at_s > 0 and rank not in self.killed)
 
     @property
     def survivors(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from pala.lab.chaos.history import History, Interval
 from pala.run import run_folder
 from pala.run.lock import is_locked
 from pala.run.metrics import Record, Tail, metrics_path
+from pala.system.errors import PalaError
 
 
 class Watch:
@@ -17,13 +19,17 @@ class Watch:
 
     def __init__(self, run: Path, history: History, now_s: Callable[[], float]) -> None:
         """`now_s`: the clock of the history. Raises PalaError if the run's files cannot be read."""
-        self._run, self._history, self._now_s = run, history, now_s
+        self._run = run
+        self._history = history
+        self._now_s = now_s
         record = run_folder.read(run)
         self.num_segments = len(record["segments"])
         self.segment: dict[str, Any] = record["segments"][-1]
         self.global_steps = 0
         self._budget = run_folder.config_of(run, record).total_steps
         self._changed_ns = -1
+        for entry in self.segment.get("lost_ranks", []):
+            history.died[entry["rank"]] = 0.0
         self._last: dict[int, Record] = {}  # record of each rank: a `start` of this segment, or an interval after it
         self._tails = {rank: Tail(metrics_path(run, rank)) for rank in range(len(self.segment["hosts"]))}
         for rank in self._tails:
@@ -72,10 +78,14 @@ class Watch:
 
     def _read_record(self) -> None:
         """Take in what run.json says of this segment, if it has changed."""
-        changed_ns = (self._run / "run.json").stat().st_mtime_ns
-        if changed_ns == self._changed_ns:
+        changed_ns = -1  # if it is gone, its reader says so
+        with contextlib.suppress(OSError):
+            changed_ns = (self._run / "run.json").stat().st_mtime_ns
+        if changed_ns == self._changed_ns != -1:
             return
         segments = run_folder.read(self._run)["segments"]
+        if len(segments) < self.num_segments:
+            raise PalaError(f"Run folder '{self._run}' was made anew while it was watched: nothing more is done to it.")
         self._changed_ns = changed_ns
         self.segment = segments[self.num_segments - 1]
         self._history.status = self.segment["status"]
