@@ -680,7 +680,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
     train(1, configure(tmp_path, steps=40)).ended_well()
     folder = checkpoint.newest_segment(tmp_path / "r")
     for file in folder.iterdir():
-        state = checkpoint._read_rank(file)
+        state = checkpoint.read_rank(file)
         state.tensors = {name: state.tensors["parameters"].clone() for name in ("parameters", "squares", "target")}
         checkpoint.save_rank(folder, state)
     (result,) = train(1, configure(tmp_path, steps=80), resume=tmp_path / "r").results
