@@ -277,11 +277,14 @@ def test_no_program_finds_a_module_in_the_working_directory(
     """
     mark = tmp_path / "it ran"
     (whole / "make_env.txt").unlink()
-    names = ("dill", "own", "pyarrow", "IPython", "tensorboard", "pandas", "pickle", "socket", "numpy")
-    for name in names:
-        (whole / f"{name}.py").write_text(HARM.format(mark=str(mark)))
-        (whole / name).mkdir(exist_ok=True)
-    named = shutil.copytree(whole, tmp_path / "beside" / "dill")
+    beside = tmp_path / "beside"
+    named = shutil.copytree(whole, beside / "dill")
+    names = ("own", "pyarrow", "IPython", "tensorboard", "pandas", "pickle", "socket", "numpy")
+    for folder in (whole, beside):
+        for name in names:
+            (folder / f"{name}.py").write_text(HARM.format(mark=str(mark)))
+            (folder / name).mkdir(exist_ok=True)
+    (whole / "dill.py").write_text(HARM.format(mark=str(mark)))
     (named / "__init__.py").write_text(HARM.format(mark=str(mark)))
     words = program.split()
     words = ["pala", *words] if start == "pala" else ["-m", f"pala.{words[0]}", *words[1:]]
@@ -290,7 +293,8 @@ def test_no_program_finds_a_module_in_the_working_directory(
         "play": ["--video", "film.mp4"],
         "train --resume": ["--env.vectorization", "async", "--total-steps", "200"],
     }.get(program, [])
-    for folder, cwd in (("dill", named.parent), (".", whole)):
+    is_the_run = program == "evaluate"  # the working directory; of the others it holds what that would
+    for folder, cwd in (("dill", beside), (".", whole))[: 1 + is_the_run]:
         ended = python(*words, folder, *more, cwd=cwd)
         assert not mark.exists(), ended.stderr
         assert "Traceback" not in ended.stderr, ended.stderr
@@ -676,7 +680,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
     train(1, configure(tmp_path, steps=40)).ended_well()
     folder = checkpoint.newest_segment(tmp_path / "r")
     for file in folder.iterdir():
-        state = checkpoint._read_rank(file)
+        state = checkpoint.read_rank(file)
         state.tensors = {name: state.tensors["parameters"].clone() for name in ("parameters", "squares", "target")}
         checkpoint.save_rank(folder, state)
     (result,) = train(1, configure(tmp_path, steps=80), resume=tmp_path / "r").results

@@ -1139,7 +1139,7 @@ def test_ranks_of_one_model_begin_alike_when_they_saved_at_unlike_times(tmp_path
     trained = train(3, configure(tmp_path, "allreduce"))
     newest = trained.states()[0]
     segment = checkpoint.newest_segment(trained.run)
-    checkpoint._rank_path(segment, 1, previous=True).replace(checkpoint._rank_path(segment, 1))
+    checkpoint.rank_path(segment, 1, previous=True).replace(checkpoint.rank_path(segment, 1))
     assert saved_steps(trained.states())[1] == 0
     begun = trained.resume(3, 1200).states(first=True)
     assert saved_steps(begun) == [newest.counters["local_steps"]] * 3

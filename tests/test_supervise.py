@@ -850,25 +850,10 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
     assert "pala-announcement" not in job.output
 
 
-@pytest.mark.mpi
-@pytest.mark.slow
-@pytest.mark.usefixtures("tidy")
-def test_an_interrupt_is_passed_on_and_nothing_is_restarted(any_mpi: Launcher, tmp_path: Path) -> None:
-    """SIGTERM and SIGUSR1: test_faults.py."""
-    run = tmp_path / "runs" / "r"
-    job = start(any_mpi, "-n", "2", *CARTPOLE, *OFTEN, "--total-steps", "100000000", cwd=tmp_path)
-    wait_for_checkpoints(job, run)
-    job.process.send_signal(signal.SIGINT)
-    job.wait()
-    assert job.status != 0 and "checkpoint written to" in job.output, job.output
-    assert "after SIGINT" in job.output and "restart" not in job.output
-    assert [segment["status"] for segment in record_of(run)["segments"]] == ["stopped"]
-
-
 @pytest.mark.usefixtures("tidy")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT, signal.SIGHUP])
 def test_any_signal_is_passed_on_as_usr1(number: int, there: Path) -> None:
-    """To an mpirun that notes what it is told."""
+    """To an mpirun that notes what it is told. What ranks do then, and SIGTERM: `test_faults.py`."""
     if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("SIGHUP is ignored, as under nohup, and stays so")
     traps = "".join(f"trap 'echo {name} >told; exit 7' {name}\n" for name in ("INT", "QUIT", "HUP", "TERM", "USR1"))

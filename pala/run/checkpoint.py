@@ -50,13 +50,14 @@ class RankState:
         return self.ranks - int(self.counters["spares"])
 
 
-def _rank_path(folder: Path, rank: int, previous: bool = False) -> Path:
+def rank_path(folder: Path, rank: int, previous: bool = False) -> Path:
+    """Return the path of a rank's checkpoint in a segment's folder, or of the one before it."""
     return folder / f"rank-{rank:04d}{'.previous' if previous else ''}.safetensors"
 
 
 def _generations(folder: Path, rank: int) -> tuple[Path, Path]:
     """Return the paths of a rank's checkpoint, and of the one before it."""
-    return _rank_path(folder, rank), _rank_path(folder, rank, previous=True)
+    return rank_path(folder, rank), rank_path(folder, rank, previous=True)
 
 
 def save_rank(folder: Path, state: RankState) -> None:
@@ -90,7 +91,7 @@ def load_rank(
     faults = []
     for path in _generations(folder, rank):
         try:
-            state = _read_rank(path, parameters, signature)
+            state = read_rank(path, parameters, signature)
             _check_owner(path, state, rank, ranks)
         except _AnotherNetworkError:
             raise
@@ -244,7 +245,7 @@ class _AnotherNetworkError(PalaError):
     """A sound checkpoint, of another network: an older one would be no better."""
 
 
-def _read_rank(path: Path, parameters: int | None = None, signature: int | None = None) -> RankState:
+def read_rank(path: Path, parameters: int | None = None, signature: int | None = None) -> RankState:
     """Read a rank's file. `parameters` and `signature`: of the network, if it is known."""
     tensors, header = unpack(path)
     streams = {k.removeprefix(_STREAM): v for k, v in tensors.items() if k.startswith(_STREAM)}

@@ -114,7 +114,7 @@ class Trained:
         """The ranks' newest checkpoints, or those that they began with."""
         folder = checkpoint.newest_segment(self.run)
         return [
-            checkpoint._read_rank(checkpoint._rank_path(folder, rank, previous=first))
+            checkpoint.read_rank(checkpoint.rank_path(folder, rank, previous=first))
             for rank in range(ranks or len(self.results))
         ]
 
