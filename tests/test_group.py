@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -430,3 +432,51 @@ def test_a_run_continues_with_other_groups(
     else:
         assert "which are now brought together" in capsys.readouterr().err
         assert watch.are_one(0, 1) and watch.are_one(2, 3)
+
+
+# ---- random schedules ------------------------------------------------------------------------------------------------
+
+
+class Announcements:
+    """Lets ranks die at their n-th announcement to their groups, and others be late with theirs, all from a seed."""
+
+    def __init__(self, seed: int, ranks: int, num_dead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        draw = random.Random(seed)
+        self.group = draw.choice([2, 3, "host"])
+        self.mixing = draw.choice(["uniform", "push_sum", "paired"])
+        self.dies_at = {rank: draw.randrange(1, 60) for rank in draw.sample(range(ranks), num_dead)}
+        self._made, self._late = [0] * ranks, [random.Random(draw.random()) for _ in range(ranks)]
+        self._comms: dict[int, MemoryCommunicator] = {}
+        announce = GroupMemory._announce
+
+        def announced(memory: GroupMemory, row: np.ndarray, column: int, value: int) -> None:
+            rank = memory._rank
+            self._made[rank] += 1
+            if self._made[rank] >= self.dies_at.get(rank, math.inf) and rank in self._comms:
+                self._comms[rank].die()
+            if self._late[rank].random() < 0.05:
+                time.sleep(self._late[rank].uniform(0, 0.01))
+            announce(memory, row, column, value)
+
+        monkeypatch.setattr(GroupMemory, "_announce", announced)
+
+    def on_count(self, comm: MemoryCommunicator, updates: int) -> None:
+        """Learn of a rank's communicator: none dies before its first update."""
+        self._comms[comm.rank] = comm
+        comm.on_count(updates)
+
+
+@pytest.mark.parametrize("seed", [*range(3), *slowly(list(range(3, 40)))])
+def test_random_schedules(seed: int, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever dies, and whenever: those that live end together with one model a group, and the budget met."""
+    ranks, num_dead = 6, 1 + seed % 4
+    plan = Announcements(seed, ranks, num_dead, monkeypatch)
+    config = configure(tmp_path, steps=2000, group=plan.group, mixing=plan.mixing)
+    job = train(ranks, config, on_count=plan.on_count)
+    dead = sorted(rank for rank in range(ranks) if isinstance(job.results[rank], Killed))
+    assert set(dead) <= plan.dies_at.keys() and job.ended_well(but_for=dead)
+    assert 2000 <= job.segment["global_steps"] < 2000 + 2 * ranks * BATCH
+    for members in members_of(groups_of(["a"] * ranks, plan.group)):
+        living = [rank for rank in members if rank not in dead]
+        assert not living or watch.are_one(*living)
+        assert len({max(watch.models[rank]) for rank in living}) <= 1, "they end after the same update"
