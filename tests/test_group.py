@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGUSR1
@@ -111,14 +112,34 @@ def test_the_learning_rates_of_one_model_and_of_one_each_are_the_ends() -> None:
 
 
 class Watch:
-    """The parameters of every rank after each of its updates."""
+    """The parameters of every rank after each of its updates, and the gradients that it brought to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.models: dict[int, dict[int, bytes]] = defaultdict(dict)  # rank -> update -> parameters
+        self._gradients: dict[tuple[int, int], torch.Tensor] = {}  # by rank and update
+        average_gradient, after_update = GroupedGossip.average_gradient, GroupedGossip.after_update
 
-    def note(self, exchange: GroupedGossip) -> None:
-        assert exchange._update not in self.models[exchange._comm.rank]
-        self.models[exchange._comm.rank][exchange._update] = exchange._parameters.numpy().tobytes()
+        def averaged(exchange: GroupedGossip, gradient: torch.Tensor) -> bool:
+            self._gradients[exchange._comm.rank, exchange._update + 1] = gradient.clone()
+            goes_on = average_gradient(exchange, gradient)
+            if goes_on:
+                self._check_mean(exchange, gradient)
+            return goes_on
+
+        def updated(exchange: GroupedGossip, steps: int, healthy: bool) -> bool:
+            finite = after_update(exchange, steps, healthy)
+            assert exchange._update not in self.models[exchange._comm.rank]
+            self.models[exchange._comm.rank][exchange._update] = exchange._parameters.numpy().tobytes()
+            return finite
+
+        monkeypatch.setattr(GroupedGossip, "average_gradient", averaged)
+        monkeypatch.setattr(GroupedGossip, "after_update", updated)
+
+    def _check_mean(self, exchange: GroupedGossip, mean: torch.Tensor) -> None:
+        """Compare with a slow mean over those who are said to have brought something."""
+        gradients = [self._gradients[rank, exchange._update] for rank in exchange._members]
+        assert exchange._comm.rank in exchange._members
+        assert torch.equal(mean, sum(gradients[1:], gradients[0]) / len(gradients)) or not bool(mean.isfinite().all())
 
     def are_one(self, *ranks: int) -> bool:
         """Whether ranks held the same model after each update that all of them made, and ended with the same one, if
@@ -130,16 +151,8 @@ class Watch:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    watch, after_update = Watch(), GroupedGossip.after_update
-
-    def noted(exchange: GroupedGossip, steps: int, healthy: bool) -> bool:
-        finite = after_update(exchange, steps, healthy)
-        watch.note(exchange)
-        return finite
-
-    monkeypatch.setattr(GroupedGossip, "after_update", noted)
-    return watch
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -349,7 +362,7 @@ class Deadly:
 @pytest.mark.parametrize("after", slow_but_for([False, True], False))
 @pytest.mark.parametrize("rank", slow_but_for([0, 1, 2], 0))
 def test_a_rank_may_die_at_any_moment_of_an_update(
-    rank: int, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank: int, after: bool, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All moments of the first three updates, of groups of three and one."""
     comms: dict[int, MemoryCommunicator] = {}
@@ -361,22 +374,14 @@ def test_a_rank_may_die_at_any_moment_of_an_update(
 
     monkeypatch.setattr(MemoryCommunicator, "__init__", remembered)
     deadly, num_moments = Deadly(monkeypatch, comms), 12 if rank == 0 else 6
-    after_update, watches = GroupedGossip.after_update, list[Watch]()
-
-    def noted(exchange: GroupedGossip, steps: int, healthy: bool) -> bool:
-        finite = after_update(exchange, steps, healthy)
-        watches[-1].note(exchange)
-        return finite
-
-    monkeypatch.setattr(GroupedGossip, "after_update", noted)
     for n in range(1, num_moments + 1):
         deadly.rank, deadly.n, deadly.after, deadly._made = rank, n, after, 0
-        watches.append(Watch())
+        watch.models.clear()
         job = train(4, configure(tmp_path / str(n), steps=600, group=3))
         assert job.ended_well(but_for=[rank]) and isinstance(job.results[rank], Killed), n
         living = [other for other in (0, 1, 2) if other != rank]
-        assert watches[-1].are_one(*living) and lost(job) == [rank], n
-        assert watches[-1].models[living[0]].keys() == watches[-1].models[living[1]].keys(), n
+        assert watch.are_one(*living) and lost(job) == [rank], n
+        assert watch.models[living[0]].keys() == watch.models[living[1]].keys(), n
 
 
 @pytest.mark.parametrize("leaving", [[0], *slowly([[1], [0, 1], [0, 1, 2]])])
@@ -430,3 +435,51 @@ def test_a_run_continues_with_other_groups(
     else:
         assert "which are now brought together" in capsys.readouterr().err
         assert watch.are_one(0, 1) and watch.are_one(2, 3)
+
+
+# ---- random schedules ------------------------------------------------------------------------------------------------
+
+
+class Announcements:
+    """Lets ranks die at their n-th announcement to their groups, and others be late with theirs, all from a seed."""
+
+    def __init__(self, seed: int, ranks: int, num_dead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        draw = random.Random(seed)
+        self.group = draw.choice([2, 3, "host"])
+        self.mixing = draw.choice(["uniform", "push_sum", "paired"])
+        self.dies_at = {rank: draw.randrange(1, 60) for rank in draw.sample(range(ranks), num_dead)}
+        self._made, self._late = [0] * ranks, [random.Random(draw.random()) for _ in range(ranks)]
+        self._comms: dict[int, MemoryCommunicator] = {}
+        announce = GroupMemory._announce
+
+        def announced(memory: GroupMemory, row: np.ndarray, column: int, value: int) -> None:
+            rank = memory._rank
+            self._made[rank] += 1
+            if self._made[rank] >= self.dies_at.get(rank, math.inf) and rank in self._comms:
+                self._comms[rank].die()
+            if self._late[rank].random() < 0.05:
+                time.sleep(self._late[rank].uniform(0, 0.01))
+            announce(memory, row, column, value)
+
+        monkeypatch.setattr(GroupMemory, "_announce", announced)
+
+    def on_count(self, comm: MemoryCommunicator, updates: int) -> None:
+        """Learn of a rank's communicator: none dies before its first update."""
+        self._comms[comm.rank] = comm
+        comm.on_count(updates)
+
+
+@pytest.mark.parametrize("seed", [*range(3), *slowly(list(range(3, 40)))])
+def test_random_schedules(seed: int, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever dies, and whenever: those that live end together with one model a group, and the budget met."""
+    ranks, num_dead = 6, 1 + seed % 4
+    plan = Announcements(seed, ranks, num_dead, monkeypatch)
+    config = configure(tmp_path, steps=2000, group=plan.group, mixing=plan.mixing)
+    job = train(ranks, config, on_count=plan.on_count)
+    dead = sorted(rank for rank in range(ranks) if isinstance(job.results[rank], Killed))
+    assert set(dead) <= plan.dies_at.keys() and job.ended_well(but_for=dead)
+    assert 2000 <= job.segment["global_steps"] < 2000 + 2 * ranks * BATCH
+    for members in members_of(groups_of(["a"] * ranks, plan.group)):
+        living = [rank for rank in members if rank not in dead]
+        assert not living or watch.are_one(*living)
+        assert len({max(watch.models[rank]) for rank in living}) <= 1, "they end after the same update"
