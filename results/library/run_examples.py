@@ -62,17 +62,23 @@ def run(python: str, name: str, option: str, budget: int, ranks: int, seed: int)
     script = [f"examples/gossip_{name}.py", option, str(budget), "--seed", str(seed)]
     launcher = [] if ranks == 1 else ["mpirun", "-np", str(ranks)]
     begin = time.perf_counter()
-    done = subprocess.run(
+    ended = subprocess.run(
         [*launcher, python, *script], cwd=REPOSITORY, env=os.environ | OPEN_MPI, capture_output=True, text=True
     )
     took_s = time.perf_counter() - begin
-    match = re.search(r"(?:accuracy|return) ([\d.]+) after ([\d,]+)", done.stdout)
-    if done.returncode != 0 or match is None:
-        sys.exit(f"{name} with {ranks} ranks failed:\n{done.stdout}{done.stderr}")
+    match = re.search(r"(?:accuracy|return) ([\d.]+) after ([\d,]+)", ended.stdout)
+    if ended.returncode != 0 or match is None:
+        sys.exit(f"{name} with {ranks} ranks failed:\n{ended.stdout}{ended.stderr}")
     command = " ".join([*launcher, "python", *script])
     steps = int(match[2].replace(",", ""))
     identity = {"example": name, "budget": budget, "ranks": ranks, "seed": seed}
     return identity | {"score": float(match[1]), "steps": steps, "took_s": round(took_s, 1), "command": command}
+
+
+def done() -> set[tuple[str, int, int, int]]:
+    """What the file has."""
+    lines = [json.loads(line) for line in OUTPUT.read_text().splitlines()] if OUTPUT.exists() else []
+    return {(line["example"], line["budget"], line["ranks"], line["seed"]) for line in lines}
 
 
 def main() -> None:
@@ -82,15 +88,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=list(BUDGETS), default=list(BUDGETS))
     options = parser.parse_args()
-    lines = [json.loads(line) for line in OUTPUT.read_text().splitlines()] if OUTPUT.exists() else []
-    done = {(line["example"], line["budget"], line["ranks"], line["seed"]) for line in lines}
     made_by = facts(options.python)
     for seed in options.seeds:
         for name in options.only:
             option, budgets = BUDGETS[name]
             for budget in budgets:
                 for ranks in RANKS:
-                    if (name, budget, ranks, seed) in done:
+                    if (name, budget, ranks, seed) in done():  # other calls may run beside this one
                         continue
                     line = run(options.python, name, option, budget, ranks, seed) | made_by
                     line["load_1min"] = round(os.getloadavg()[0], 1)
