@@ -1238,4 +1238,5 @@ def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pyt
 
 def test_every_example_is_tried() -> None:
     tried = {"own_environment", "own_network", "hyperparameter_search", "load_and_act"}
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == tried
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert {name for name in names if not name.startswith("gossip_")} == tried  # those of gossip: test_examples

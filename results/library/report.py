@@ -1,0 +1,153 @@
+"""Write the tables of this folder's README.md from examples.jsonl and bench.jsonl: `python results/library/report.py`.
+
+Each table stands between two comments that name it. A table without data says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+WARM_UP = 5  # updates of a job that do not count, as bench.py says
+UNITS = {"classifier": "images", "ppo": "steps", "stable_baselines3": "steps"}
+NONE_YET = "Not measured yet."
+
+Line = dict[str, Any]
+
+
+def lines_of(name: str) -> list[Line]:
+    """Read a file of JSON lines; empty if there is none."""
+    path = HERE / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
+    """A table whose first `words` columns are words and whose others are numbers."""
+    rule = ["---"] * words + ["---:"] * (len(head) - words)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows)) if rows else NONE_YET
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """The median, and the least and the most."""
+    if not values:
+        return "-"
+    middle = f"{median(values):.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def examples() -> str:
+    """Scores at equal steps of all ranks."""
+    scores: dict[tuple[str, int], dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines_of("examples.jsonl"):
+        scores[line["example"], line["budget"]][line["ranks"]].append((line["seed"], line["score"]))
+    rows = []
+    for (name, budget), by_ranks in sorted(scores.items()):
+        digits = 4 if name == "classifier" else 1
+        for ranks, found in sorted(by_ranks.items()):
+            each = ", ".join(f"{score:.{digits}f}" for _, score in sorted(found))
+            middle = f"{median(score for _, score in found):.{digits}f}"
+            rows.append([f"`gossip_{name}.py`", f"{budget:,} {UNITS[name]}", str(ranks), middle, each])
+    return table(["example", "budget of all ranks", "ranks", "median score", "each seed, from 1"], rows, 2)
+
+
+def key(case: Line) -> tuple[int, int, str, str]:
+    """What a case is of, except for its library."""
+    return case["parameters"], case["ranks"], case["network"], case["fault"]
+
+
+def counted(line: Line) -> list[float]:
+    """Milliseconds of a job's updates, without the first ones."""
+    return [1e3 * value for value in line["update_s"][WARM_UP:]]
+
+
+def added() -> str:
+    """What an exchange adds to an update: a job's median less the median of `none` in the same round."""
+    jobs = {(key(line["case"]), line["case"]["library"], line["round"]): line for line in lines_of("bench.jsonl")}
+    rows = []
+    for case in sorted({case for case, _, _ in jobs if case[3] == "none"}, key=_order):
+        cells = [f"{case[0] // 10**6}", str(case[1]), case[2]]
+        rounds = sorted({number for of, library, number in jobs if of == case and library == "none"})
+        alone = {number: median(counted(jobs[case, "none", number])) for number in rounds}
+        cells.append(spread(list(alone.values())))
+        for library in ("gossip", "ddp"):
+            found = {number: jobs.get((case, library, number)) for number in rounds}
+            times = {number: counted(line) for number, line in found.items() if line is not None}
+            more = [median(values) - alone[number] for number, values in times.items() if values]
+            share = f"{100 * median(more) / 50:.1f} %" if more else "-"
+            cells += [spread(more), share]
+        rows.append([*cells, str(len(rounds))])
+    head = [
+        "million parameters",
+        "ranks",
+        "network",
+        "`none`, ms",
+        "gossip adds, ms",
+        "of 50 ms",
+        "DDP adds, ms",
+        "of 50 ms",
+    ]
+    return table([*head, "rounds"], rows, 0)
+
+
+def faults() -> str:
+    """Rank 0's updates beside a rank that is slow or killed."""
+    by_case: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
+    for line in lines_of("bench.jsonl"):
+        if line["case"]["fault"] != "none":
+            by_case[(*key(line["case"]), line["case"]["library"])].append(line)
+    rows = []
+    for case, lines in sorted(by_case.items(), key=lambda item: (item[0][3], *_order(item[0]), item[0][4] != "gossip")):
+        parameters, ranks, network, fault, library = case
+        medians = [median(counted(line)) for line in lines if counted(line)]
+        longest = [max(counted(line)) for line in lines if counted(line)]
+        ended = "; ".join(sorted({line["ended"].replace("|", "/") for line in lines}))
+        made = spread([len(line["update_s"]) for line in lines], 0)
+        where = [fault, f"{parameters // 10**6}", str(ranks), network, library]
+        rows.append([*where, spread(medians), spread(longest), made, ended, str(len(lines))])
+    head = ["fault", "million parameters", "ranks", "network", "library", "median update, ms", "longest, ms", "updates"]
+    return table([*head, "ended by", "rounds"], rows, 5)
+
+
+def _order(case: Sequence[Any]) -> tuple[Any, ...]:
+    return (["host", "1gbit", "100mbit"].index(case[2]), case[0], case[1])
+
+
+def made_by() -> str:
+    """Commits, versions, machine and load of the jobs."""
+    lines = lines_of("bench.jsonl")
+    if not lines:
+        return NONE_YET
+    commits = ", ".join(sorted({line["commit"][:10] for line in lines}))
+    versions = "; ".join(sorted({", ".join(f"{k} {v}" for k, v in line["versions"].items()) for line in lines}))
+    machine = "; ".join(sorted({f"{line['cpu']}, {line['cores']} cores" for line in lines}))
+    loads = [line["load_1min_before"] for line in lines]
+    return (
+        f"{len(lines)} jobs of commit {commits}, {min(line['date'] for line in lines)} to "
+        f"{max(line['date'] for line in lines)}; {machine}; {versions}. Load average of a minute before each job: "
+        f"{min(loads)} to {max(loads)}, which the job before is a part of."
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {"examples": examples, "added": added, "faults": faults, "made by": made_by}
+
+
+def main() -> None:
+    """Put each table in its place."""
+    page = HERE / "README.md"
+    text = page.read_text()
+    for name, make in TABLES.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        assert place.search(text) is not None, f"README.md has no place for '{name}'"
+        made = make()
+        text = place.sub(lambda found, made=made: f"{found[1]}\n{made}\n\n{found[2]}", text)
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
