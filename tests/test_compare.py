@@ -24,12 +24,11 @@ import pytest
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
 from pala.config.influence import differences
 from pala.lab.compare import __main__ as compare_program
-from pala.lab.compare import execute, measures, pictures, scaling
+from pala.lab.compare import execute, measures, pictures
 from pala.lab.compare.__main__ import Command, compare
-from pala.lab.compare.collect import copies_in, keep, load, without_paths
-from pala.lab.compare.comparison import Comparison
+from pala.lab.compare.collect import Published, copies_in, fingerprint, keep, load, without_paths
 from pala.lab.compare.execute import Task, chosen
-from pala.lab.compare.made import Published, fingerprint
+from pala.lab.compare.measures import Comparison
 from pala.lab.compare.notes import notes
 from pala.lab.compare.plan import Cell, Plan, Planned, options
 from pala.report.runs import ARCHIVE, published
@@ -644,7 +643,7 @@ def test_variants_on_different_numbers_of_ranks_are_drawn_side_by_side(there: Pa
 def test_ranks_beyond_cores_and_the_upper_bound_are_named(there: Path) -> None:
     plan = plan_of(PRESET.replace("ranks = [1, 2]", "ranks = [1, 2, 4]"))
     plant(plan, {"gossip": (90.0, 80.0), "none": (100.0, 100.0)}, cores=2)
-    figure = scaling.draw(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]))
+    figure = pictures.draw_scaling(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]))
     assert figure is not None
     speed, efficiency = figure.axes[:2]
     labels = efficiency.get_legend_handles_labels()[1]
@@ -660,7 +659,7 @@ def test_a_number_of_ranks_has_one_colour_in_all_curves_of_scaling(there: Path) 
         "[variants.none]", "[variants.none]\nranks = [1, 4]"
     ))  # fmt: skip
     plant(plan, {"gossip": (90.0,), "none": (100.0,)})
-    figure = scaling.draw(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]))
+    figure = pictures.draw_scaling(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]))
     assert figure is not None
     colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes[2:]]
     gossip, over_time, none = colours[:3]
@@ -676,7 +675,7 @@ def test_all_curves_of_scaling_are_in_their_panels(there: Path) -> None:
         replace(run, reference=(0.0, 3.0), returns=run.returns * (9 if run.cell.variant == "none" else 1))
         for run in (load(planned.folder, plan) for planned in plan.runs)
     ]
-    figure = scaling.draw(Comparison.of(plan.preset, runs))
+    figure = pictures.draw_scaling(Comparison.of(plan.preset, runs))
     assert figure is not None
     for panel in figure.axes[2:]:
         tops = [max(line.get_ydata()) for line in panel.lines if len(line.get_ydata()) > 2]

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 import virtual_hosts
-from pala.doctor import facts, trial
+from pala.doctor import facts
 from pala.doctor.__main__ import _with_runs
 from pala.doctor.checks import Advice, Findings, examine
 from pala.doctor.facts import Host, Job, PairPing, Product, Rank, Trial
@@ -428,15 +428,15 @@ RUN = 'case "$3" in true) ;; *) echo "size $2" ;; esac\n'
 )
 def test_mpirun_is_tried(script: str, expected: Trial, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.delenv("OMPI_ALLOW_RUN_AS_ROOT", raising=False)
-    monkeypatch.setattr(trial, "physical_cores", lambda cpus: 2)
-    found = trial.try_mpirun(fake_mpirun(tmp_path, script))
+    monkeypatch.setattr(facts, "physical_cores", lambda cpus: 2)
+    found = facts.try_mpirun(fake_mpirun(tmp_path, script))
     assert replace(found, failure="", num_beyond=0) == expected and found.num_beyond == 3
     assert ("no library" in found.failure) == ("no library" in script)
 
 
 def test_an_mpirun_that_hangs_is_ended(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(trial, "_LIMIT_S", 0.3)
-    tried = trial.try_mpirun(fake_mpirun(tmp_path, f"cd {tmp_path}; sleep 1000\n"))
+    monkeypatch.setattr(facts, "_TRIAL_S", 0.3)
+    tried = facts.try_mpirun(fake_mpirun(tmp_path, f"cd {tmp_path}; sleep 1000\n"))
     assert "was not done after" in tried.failure and tried.size == 0
     assert_all_end(tmp_path, "the program")
 

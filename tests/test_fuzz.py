@@ -630,7 +630,7 @@ def measure(run: Path, plan: Plan) -> None:
     loaded = load(run, plan)
     figures = loaded.steps_per_s, loaded.training_s, loaded.mean("time_wait"), loaded.most("staleness_updates")
     assert all(figure is None or isinstance(figure, (int, float)) for figure in figures)
-    assert isinstance(loaded.num_lost, int) and loaded.training_score is not None
+    assert isinstance(loaded.count("lost_ranks"), int) and loaded.training_score is not None
     loaded.reaches(3.0)
     loaded.auc(100.0)
 

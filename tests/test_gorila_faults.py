@@ -16,9 +16,9 @@ from pala.config import GorilaConfig
 from pala.exchange.budget import Stop
 from pala.gorila import exchange as exchange_module
 from pala.gorila.exchange import GorilaExchange
+from pala.gorila.members import Watch
 from pala.gorila.messages import Kind
 from pala.gorila.shard import assemble
-from pala.gorila.watch import Watch
 from pala.system.errors import EndError
 from pala.testing.faults import Fault, fail_at, fail_at_message, stop_at_message
 from pala.testing.memory import Killed, MemoryCommunicator

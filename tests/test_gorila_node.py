@@ -193,9 +193,9 @@ def test_a_learner_asks_for_parameters_with_every_third_gradient() -> None:
     assert (learner.sent[Kind.GRADIENT], learner.sent[Kind.GRADIENT_AND_FETCH]) == (20, 10)
     assert cluster[2].sent[Kind.FETCH] == 140 // (3 * 4)  # the actor's own pace
     assert server.sent[Kind.PARAMETERS] == 10 + cluster[2].sent[Kind.FETCH]
-    assert learner.node.versions == [27]
+    assert learner.node.parameters.versions == [27]
     learner.node.take_parameters(learner.flat.data)
-    assert learner.node.versions == [30]
+    assert learner.node.parameters.versions == [30]
     assert learner.flat.data.equal(server.shard.parameters)
 
 
@@ -472,7 +472,14 @@ def trace(rank: Rank) -> tuple:
     node, shard, store = rank.node, rank.shard, rank.store
     served = shard and (shard.version, shard.stale, shard.not_finite, shard.parameters.tolist(), shard.target.tolist())
     held = store and (len(store), store.steps, list(store.waiting), store.owed)
-    return served, held, len(node.batches), sorted(node.arrived), sorted(node.arrived_targets), rank.sent.copy()
+    return (
+        served,
+        held,
+        len(node.batches),
+        sorted(node.parameters.arrived),
+        sorted(node.target.arrived),
+        rank.sent.copy(),
+    )
 
 
 def test_a_message_of_a_kind_that_roles_do_not_exchange_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,7 @@ def test_the_ranks_of_a_group_hold_one_model(settings: dict[str, Any], watch: Wa
     assert watch.models[0].keys() == watch.models[1].keys() and watch.models[2].keys() == watch.models[3].keys()
     leaders = [job.total("mixes", rank) for rank in (0, 2)]
     assert all(leaders) and job.total("mixes") == sum(leaders) and job.total("models_refused") == 0
-    assert sum(state.counters["own_steps"] for state in job.states()) == job.segment["global_steps"]
+    assert sum(state.counters["local_steps"] for state in job.states()) == job.segment["global_steps"]
 
 
 def test_a_group_of_all_ranks_is_synchronous_a2c(watch: Watch, tmp_path: Path) -> None:

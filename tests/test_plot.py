@@ -14,7 +14,7 @@ import pytest
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
 from pala.evaluation.references import reference_of, score_table
 from pala.report.curves import Curve, curve_of, learning_curve, mean_of, running_mean
-from pala.report.marks import Mark, draw_evaluations, draw_references
+from pala.report.panels import Mark, draw_evaluations, draw_references
 from pala.report.pictures import line_look, new_figure
 from pala.report.plot import _draw_many, _draw_one, _grouped, main, plot, read
 from pala.run import run_folder

@@ -14,11 +14,10 @@ import pytest
 
 from pala.lab.simulate import __main__ as program
 from pala.lab.simulate import methods, predict
-from pala.lab.simulate.allreduce import halving_doubling_s, predict_allreduce, ring_s
-from pala.lab.simulate.cluster import Cluster, Link, Prediction
 from pala.lab.simulate.costs import Costs, control_bytes, costs_of
-from pala.lab.simulate.gossip import GossipCluster, predict_gossip
+from pala.lab.simulate.gossip import Cluster, GossipCluster, Link, Prediction, predict_gossip
 from pala.lab.simulate.gossip import measured as played
+from pala.lab.simulate.methods import halving_doubling_s, predict_allreduce, ring_s
 from pala.system.errors import PalaError
 from support.benchmarks import canned, canned_job
 
@@ -38,7 +37,7 @@ METHODS: dict[str, Callable[[Cluster, Costs], Prediction]] = {
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pala.lab.simulate.cluster._MOST_UPDATES_A_RANK", 60)
+    monkeypatch.setattr("pala.lab.simulate.gossip._MOST_UPDATES_A_RANK", 60)
 
 
 def efficiency(prediction: Prediction, cluster: Cluster, costs: Costs) -> float:

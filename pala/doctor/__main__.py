@@ -24,10 +24,9 @@ from pala.comm.agreement import cores_per_rank
 from pala.comm.mpi_process import abort, close_mpi, start_mpi
 from pala.doctor import facts
 from pala.doctor.checks import before_start, examine, is_mixed
-from pala.doctor.facts import Host, Job, Launcher
+from pala.doctor.facts import Host, Job, Launcher, identified, try_mpirun
 from pala.doctor.ping import ping
 from pala.doctor.report import report
-from pala.doctor.trial import identified, try_mpirun
 from pala.doctor.watchdog import Watchdog
 from pala.run.provenance import provenance
 from pala.system.command_line import read_command

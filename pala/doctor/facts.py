@@ -1,4 +1,4 @@
-"""The facts about a job: its launcher, hosts and ranks. All are gathered here, except the trial's and the ping's.
+"""The facts about a job: its launcher, hosts and ranks. All are gathered here, except the ping's.
 
 They come in three stages: before MPI starts, once it runs, and by a rank that loads torch."""
 
@@ -11,7 +11,9 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,8 +21,9 @@ import mpi4py
 
 from pala.run.provenance import installed_versions
 from pala.system.errors import PalaError
+from pala.system.jobs import run_job
 from pala.system.launcher import Launch, launcher_process
-from pala.system.resources import available_memory_bytes, most_cores
+from pala.system.resources import available_memory_bytes, most_cores, physical_cores
 
 _SLURM = (
     "SLURM_JOB_ID",
@@ -296,3 +299,52 @@ def _atari_fault() -> str:
     except (PalaError, ImportError, OSError, RuntimeError) as error:
         return str(error)
     return ""
+
+
+_TRIAL_S = 60.0  # a job
+_HELLO = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)"
+_ROOT = ("env", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
+
+
+# ---- the trial of mpirun, before this process itself has anything to do with MPI -------------------------------------
+
+
+def identified(launcher: Launcher) -> Launcher:
+    """Add what the launcher's `--version` says of it."""
+    try:
+        done = subprocess.run([launcher.command, "--version"], capture_output=True, text=True, timeout=_TRIAL_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return launcher
+    product = Product.read(done.stdout + done.stderr)
+    trusted = not launcher.processes or product.family == launcher.product.family  # all ranks must see the same family
+    return replace(launcher, product=product) if product.name and trusted else launcher
+
+
+def try_mpirun(mpirun: str) -> Trial:
+    """Start a job of two ranks, and one of more processes than cores."""
+    said, fault = _attempt(mpirun, "-np", "2", sys.executable, "-c", _HELLO)
+    refuses_root = "run as root" in said
+    prefix = _ROOT if refuses_root else ()
+    if refuses_root:  # what else is there to know?
+        said, fault = _attempt(*prefix, mpirun, "-np", "2", sys.executable, "-c", _HELLO)
+    size = re.search(r"^size (\d+)$", said, re.MULTILINE)
+    many = physical_cores(os.sched_getaffinity(0)) + 1  # Open MPI counts cores, not their threads
+    said_of_many, fault_of_many = _attempt(*prefix, mpirun, "-np", str(many), "true")
+    is_broken = bool(fault and fault_of_many) and "slots" not in said_of_many  # whatever the number of ranks
+    beyond_cores = None if is_broken else not fault_of_many
+    if fault and beyond_cores is False and "slots" in said:  # one core: two ranks are too many
+        said, fault = _attempt(*prefix, mpirun, "-np", "1", sys.executable, "-c", _HELLO)
+        size = None
+    return Trial(refuses_root, int(size[1]) if size and not fault else 0, beyond_cores, fault, many)
+
+
+def _attempt(*words: str) -> tuple[str, str]:
+    """Run a job. Returns what it said, and why it failed; empty if it did not."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        try:
+            run_job(list(words), log, _TRIAL_S)
+            fault = ""
+        except (PalaError, OSError) as error:
+            fault = str(error).replace(f" ('{log}')", "")  # it will not be there
+        return log.read_text(encoding="utf-8", errors="replace"), fault

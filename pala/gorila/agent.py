@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from pala.comm.agreement import collectively, from_first, sum_on_host
@@ -215,9 +216,7 @@ def build(
         with torch_weights(config.seed):
             return q_network(envs.observation_space, envs.action_space, config, make_network)
 
-    network, target_network = collectively(comm, lambda: _two_of(make_one))
-    flat, target = FlatParameters(network, device), FlatParameters(target_network, device)
-    collectively(comm, lambda: _check_alike(flat, target))
+    (network, flat), (target_network, target) = collectively(comm, lambda: _two_of(make_one, device))
 
     def make_rules() -> Rules:
         num_actions = network.distribution.num_outputs
@@ -238,22 +237,19 @@ def build(
     return GorilaAgent(rank, config, envs, device, network, flat, rules, frame_stack, dqn, store)
 
 
-def _two_of(make_one: Callable[[], Network]) -> tuple[Network, Network]:
-    """Return the network that learns and its target network. Raises PalaError if they share parameters."""
-    made = make_one(), make_one()
-    first, second = (set(map(id, network.parameters())) for network in made)
-    if first & second:
+def _two_of(make_one: Callable[[], Network], device: torch.device) -> list[tuple[Network, FlatParameters]]:
+    """Return the network that learns and its target network, with their parameters. Raises PalaError if they share
+    parameters, or differ in more than these: the target network gets only these."""
+    first, second = make_one(), make_one()
+    if {*map(id, first.parameters())} & {*map(id, second.parameters())}:
         raise PalaError("Your own network shares parameters with another that was made: each call must make a new one.")
-    return made
-
-
-def _check_alike(flat: FlatParameters, target: FlatParameters) -> None:
-    """Raise PalaError if they differ in more than their parameters: the target network gets only these."""
-    if flat.signature != target.signature:
+    made = [(network, FlatParameters(network, device)) for network in (first, second)]
+    if made[0][1].signature != made[1][1].signature:
         raise PalaError(
             "Your own network is not alike each time that it is made, and Gorila needs two: give each call's the same "
             "layers and buffers, with torch's random numbers or a generator that the call itself seeds."
         )
+    return made
 
 
 def _find_roles(comm: Communicator, config: Config, sleeping: SleepingGorila | None) -> tuple[int, Roles]:

@@ -6,11 +6,15 @@ ranks do as well. With `separate` roles it could be the last of its role, so all
 A spare wakes up by itself when it is needed (`StepBudget.is_needed`), and acts, learns and holds replay as every
 bundled rank does. The shards hear of it by its first question, all others by the steps that it makes. Shards have no
 successors: no other rank has their part of the parameters.
+
+A rank is watched by pings. A message leaves when its receiver begins to take it in (`Packet.pending`), which the
+receiver's transport does by itself however long its learner is busy. So a ping that does not leave tells of a rank that
+is stopped, or behind a link that is cut; no answer is needed. Deaths are another matter: the transport reports them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pala.comm.base import Packet
@@ -18,7 +22,51 @@ from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message, Refusal
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.roles import Roles
-from pala.gorila.watch import Watch
+
+_PARTS = 4  # of the patience: between two pings of a rank, and the most that the time between two looks counts
+
+
+class _Ping(NamedTuple):
+    packet: Packet
+    sent_s: float  # of the time in which this rank was awake
+
+
+class Watch:
+    """The ranks that this one pings. `silent`: ranks that have not answered for `patience_s`."""
+
+    def __init__(self, ranks: Iterable[int], patience_s: float, ping: Callable[[int], Packet]) -> None:
+        """Begin with these ranks. `ping(rank)`: sends a message to that rank."""
+        self.silent: set[int] = set()
+        self.patience_s, self._ping = patience_s, ping
+        self._pings: dict[int, _Ping | None] = dict.fromkeys(ranks)
+        self._looked_s: float | None = None
+        self.awake_s = 0.0  # since the first look, without the time in which this rank was itself stopped
+
+    def look(self, now_s: float) -> None:
+        """Judge the pings that were sent and send new ones. Called some times a second, at any time."""
+        part_s = self.patience_s / _PARTS
+        if self._looked_s is not None:
+            self.awake_s += min(now_s - self._looked_s, part_s)
+        self._looked_s = now_s
+        for rank, ping in self._pings.items():
+            waits_s = self.awake_s - ping.sent_s if ping is not None else part_s
+            if ping is not None and ping.packet.pending:
+                if waits_s > self.patience_s:
+                    self.silent.add(rank)
+                continue
+            self.silent.discard(rank)
+            if waits_s >= part_s:
+                self._pings[rank] = _Ping(self._ping(rank), self.awake_s)
+
+    def attend(self, ranks: Iterable[int]) -> None:
+        """Watch these ranks from now on, and keep what is known of those that were watched before."""
+        self._pings = {rank: self._pings.get(rank) for rank in ranks}
+        self.silent.intersection_update(self._pings)
+
+    def forget(self, rank: int) -> None:
+        """Stop watching a rank that has died or left."""
+        self._pings.pop(rank, None)
+        self.silent.discard(rank)
 
 
 class Members:
@@ -110,9 +158,8 @@ class Members:
         is_over = self.budget.stop is not Stop.NONE
         if not self.fault and (loss := lost_by_deaths(self.roles, self.gone, self.budget.living, is_over)):
             (rank,) = loss.ranks
-            fate = "left" if rank in self.budget.left else "died"
             spares = ", of which no spare has a copy" if self._has_spares and rank in self.roles.shards else ""
-            self.fault = f"Rank {rank} has {fate}, which {loss.what}{spares}; {_END}"
+            self.fault = f"Rank {rank} has died, which {loss.what}{spares}; {_END}"
 
     def judge_silence(self) -> None:
         """Find the fault, if any: training needs an answer of all shards, and of one rank of each other role."""
@@ -130,7 +177,7 @@ class Members:
 
     @property
     def why_stay(self) -> str:
-        """Why this rank cannot leave; empty if it can."""
+        """The reason why this rank cannot leave; empty if it can."""
         return self._why_stay(self.rank)
 
     def _why_stay(self, rank: int) -> str:

@@ -89,6 +89,32 @@ def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats
     return Wire(num_ranks, flat.data.numel(), flat.signature, sizes)
 
 
+class Copy:
+    """A rank's copy of what the shards serve: the version of each slice that it took last, and what has come since."""
+
+    def __init__(self, version: int, num_shards: int) -> None:
+        self.versions = [version] * num_shards
+        self.arrived: dict[int, tuple[int, Tensor]] = {}  # shard -> version and slice
+
+    def take(self, flat: Tensor, parts: list[slice]) -> bool:
+        """Copy what has come into the network's flat parameters; return whether it is of another version."""
+        before = list(self.versions)
+        for index, (version, values) in self.arrived.items():
+            flat[parts[index]].copy_(values)
+            self.versions[index] = version
+        self.arrived.clear()
+        return self.versions != before
+
+    def newest(self, index: int) -> int:
+        """Return the newest version of a slice that is here."""
+        return self.arrived[index][0] if index in self.arrived else self.versions[index]
+
+    def take_own(self, index: int, version: int, values: Tensor) -> None:
+        """Let a slice that this rank serves itself come, if it is new."""
+        if version > self.versions[index]:
+            self.arrived[index] = version, values
+
+
 class Node:
     """One rank. The loop's thread calls the methods; `on_message` comes with messages, `look` with time.
 
@@ -114,10 +140,8 @@ class Node:
         self._wire, self._formats = rules.wire, rules.formats
         self._parts, self._send_bytes = rules.slices, send
         self.shard, self.store = shard, store
-        self.versions = [version] * len(self._parts)  # of the parameters last taken
-        self._targets = [targets_at(version, self._config)] * len(self._parts)
-        self.arrived: dict[int, tuple[int, np.ndarray]] = {}  # shard -> version and slice
-        self.arrived_targets: dict[int, tuple[int, np.ndarray]] = {}
+        self.parameters = Copy(version, len(self._parts))
+        self.target = Copy(targets_at(version, self._config), len(self._parts))
         self._open: dict[tuple[int, Kind], int] = {}  # (rank, what it owes) -> the period in which it was asked
         # Steps of all ranks before which no replay that begins empty is sampled. A spare's peers have learned.
         begins_empty = members is None and not (store is not None and len(store))
@@ -183,29 +207,25 @@ class Node:
 
     def take_parameters(self, flat: Tensor) -> bool:
         """Copy what has come since the last call, and tell whether anything has. `flat`: the network's parameters."""
-        before = list(self.versions)
+        if self.shard is not None:
+            self.parameters.take_own(self._shard_index, self.shard.version, self.shard.parameters)
+        changed = self.parameters.take(flat, self._parts)
         for index, rank in enumerate(self.roles.shards):
-            if rank == self._rank and self.shard is not None:
-                if self.shard.version > self.versions[index]:
-                    self._take(flat, index, self.shard.version, self.shard.parameters)
-            elif index in self.arrived:
-                version, values = self.arrived.pop(index)
-                self._take(flat, index, version, torch.from_numpy(values))
-        return self.versions != before
+            is_old = targets_at(self.parameters.versions[index], self._config) > self.target.newest(index)
+            is_asked = rank == self._rank or (rank, Kind.TARGET) in self._open
+            if is_old and not is_asked and self._rank in self.roles.learners:
+                self._ask(rank, Kind.TARGET)
+        return changed
 
     def take_target(self, flat: Tensor) -> bool:
         """Copy what has come of the target network since the last call, and tell whether anything has."""
-        taken = False
-        for index, rank in enumerate(self.roles.shards):
-            if rank == self._rank and self.shard is not None:
-                if self.shard.num_targets > self._targets[index]:
-                    flat[self._parts[index]].copy_(self.shard.target)
-                    self._targets[index], taken = self.shard.num_targets, True
-            elif index in self.arrived_targets:
-                self._targets[index], values = self.arrived_targets.pop(index)
-                flat[self._parts[index]].copy_(torch.from_numpy(values))
-                taken = True
-        return taken
+        if self.shard is not None:
+            self.target.take_own(self._shard_index, self.shard.num_targets, self.shard.target)
+        return self.target.take(flat, self._parts)
+
+    @property
+    def _shard_index(self) -> int:
+        return self.roles.shards.index(self._rank)
 
     # ---- learner -------------------------------------------------------------------------------------------------
 
@@ -240,7 +260,7 @@ class Node:
         self._num_gradients += 1
         host = gradient.detach().cpu()
         for index, rank in enumerate(self.roles.shards):
-            part, version = host[self._parts[index]], self.versions[index]
+            part, version = host[self._parts[index]], self.parameters.versions[index]
             if rank == self._rank and self.shard is not None:
                 self.shard.apply(part, version, is_finite=True)
                 continue
@@ -352,14 +372,14 @@ class Node:
         part = self._parts[index]
         if len(payload) != 4 * (part.stop - part.start):
             return Refusal(f"it has {len(payload)} bytes of shard {index}, not {4 * (part.stop - part.start)}")
-        values = payload.view(np.float32)
-        if not math.isfinite(torch.from_numpy(values).norm()):
+        values = torch.from_numpy(payload.view(np.float32))
+        if not math.isfinite(values.norm()):
             return Refusal("its parameters are not finite")
         self._open.pop((message.sender, Kind(message.kind)), None)
         if message.kind is Kind.TARGET:
-            self.arrived_targets[index] = message.round, values
+            self.target.arrived[index] = message.round, values
             return None
-        self.arrived[index] = message.round, values
+        self.parameters.arrived[index] = message.round, values
         self.counts["parameters_received"] += 1
         return None
 
@@ -403,15 +423,6 @@ class Node:
         return None
 
     # ---- within --------------------------------------------------------------------------------------------------
-
-    def _take(self, flat: Tensor, index: int, version: int, values: Tensor) -> None:
-        flat[self._parts[index]].copy_(values)
-        self.versions[index] = version
-        target = targets_at(version, self._config)
-        rank = self.roles.shards[index]
-        if target > self._targets[index] and rank != self._rank and self._rank in self.roles.learners:
-            self._targets[index] = target  # asked for
-            self._ask(rank, Kind.TARGET)
 
     def _share_out_replays(self) -> None:
         """Share replays out among the learners that live, and ask those that are new to this one for a minibatch."""

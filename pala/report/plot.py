@@ -31,8 +31,7 @@ from pala.config import to_table
 from pala.config.influence import phrase, settings_that_matter
 from pala.report import runs as run_files
 from pala.report.curves import Curve, curve_of, learning_curve
-from pala.report.marks import draw_evaluations, draw_references, mark_of
-from pala.report.panels import Line, draw_learning_curves
+from pala.report.panels import Line, draw_evaluations, draw_learning_curves, draw_references, mark_of
 from pala.report.pictures import (
     COLOURS,
     legend,

@@ -141,47 +141,25 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     """Measure and write everything; returns the folder and what is in benchmark.json. Raises PalaError."""
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
     output = make_output_folder(command.output, "benchmark")
-    started = now_utc()
-    jobs, stop = _measure_all(command, output)
-    if stop is not None and not jobs:
-        raise stop
-    if command.quick and stop is None and far_off(jobs, _LOWEST_RATIO):
-        log("An exchange looks slow: measuring once more, to tell it from noise.")
-        again, stop = _measure_all(command, output)
-        more = [job["rounds"] for job in again] + [[]] * (len(jobs) - len(again))
-        jobs = [job | {"rounds": job["rounds"] + rounds} for job, rounds in zip(jobs, more, strict=True)]
-    costs: dict[str, float] = {}
-    costs_in_jobs: dict[str, float] = {}
-    if not command.config.exchange_kind.of_algorithm and stop is None:
-        try:
-            for ranks in _PROTOCOL_RANKS:
-                costs[str(ranks)] = round(protocol_cost_us(ranks), 2)
-                if ranks % 8 == 0:
-                    costs_in_jobs[str(ranks)] = round(protocol_cost_us(8, ranks // 8), 2)
-        except (KeyboardInterrupt, SystemExit) as told:
-            stop = told
-    failures, status = _failure(stop)
+    options = ("ranks", "rounds", "seconds", "quick", "exchanges", "precisions", "launcher", "slowdown")
     result = provenance() | {
         "format": 1,
-        "date": started,
-        "jobs": jobs,
-        "failures": failures,
-        "exit_status": status,
+        "date": now_utc(),
+        "jobs": [],
+        "failures": [],
+        "exit_status": 0,
         "config": to_table(command.config),
-        "protocol_us": costs,
-        "protocol_in_jobs_of_8_us": costs_in_jobs,
+        "protocol_us": {},
+        "protocol_in_jobs_of_8_us": {},
         "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
-        "options": {
-            "ranks": command.ranks,
-            "rounds": command.rounds,
-            "seconds": command.seconds,
-            "quick": command.quick,
-            "exchanges": command.exchanges,
-            "precisions": command.precisions,
-            "launcher": command.launcher,
-            "slowdown": command.slowdown,
-        },
+        "options": {option: getattr(command, option) for option in options},
     }
+    try:
+        _measure_all(command, output, result)
+    except (PalaError, KeyboardInterrupt, SystemExit) as stop:
+        if not result["jobs"]:
+            raise
+        result["failures"], result["exit_status"] = _failure(stop)
     print_result(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
     write_json(output / "benchmark.json", result, indent=1)
     write_atomically(output / "benchmark.md", markdown(result).encode())
@@ -192,24 +170,23 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
 # ---- one job of MPI --------------------------------------------------------------------------------------------------
 
 
-_End = PalaError | KeyboardInterrupt | SystemExit
-
-
-def _measure_all(command: Command, output: Path) -> tuple[list[dict[str, Any]], _End | None]:
-    """Run the jobs, which take minutes each; return their results, and what ended them before the last, if anything."""
-    jobs: list[dict[str, Any]] = []
+def _measure_all(command: Command, output: Path, result: dict[str, Any]) -> None:
+    """Run the jobs, which take minutes each, then the protocol; put each into the result when it is done."""
+    jobs = result["jobs"]
     for ranks in command.ranks:
-        try:
-            jobs.append(_measure(command, ranks, output))
-        except (PalaError, KeyboardInterrupt, SystemExit) as stop:
-            return jobs, stop
-    return jobs, None
+        jobs.append(_measure(command, ranks, output))
+    if command.quick and far_off(jobs, _LOWEST_RATIO):
+        log("An exchange looks slow: measuring once more, to tell it from noise.")
+        for job in jobs:
+            job["rounds"] = job["rounds"] + _measure(command, job["ranks"], output)["rounds"]
+    for ranks in () if command.config.exchange_kind.of_algorithm else _PROTOCOL_RANKS:
+        result["protocol_us"][str(ranks)] = round(protocol_cost_us(ranks), 2)
+        if ranks % 8 == 0:
+            result["protocol_in_jobs_of_8_us"][str(ranks)] = round(protocol_cost_us(8, ranks // 8), 2)
 
 
-def _failure(stop: _End | None) -> tuple[list[str], int]:
+def _failure(stop: PalaError | KeyboardInterrupt | SystemExit) -> tuple[list[str], int]:
     """Return what to say of an early end, and the exit status."""
-    if stop is None:
-        return [], 0
     if isinstance(stop, PalaError):
         return [str(stop)], 2
     status = int(stop.code or 0) if isinstance(stop, SystemExit) else 130

@@ -325,6 +325,13 @@ def _seconds(records: list[Record]) -> float:
     return float(records[-1]["time_s"] - records[0]["time_s"]) if records else 0.0
 
 
+_TOTALS: dict[str, Callable[[list[float]], float]] = {
+    "staleness_updates": max,
+    "consensus_distance_relative": statistics.fmean,
+}
+"""Functions that put intervals together; what is not here is a number for each update."""
+
+
 def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str, Any]:
     """Return what a rank's records say of the time after the first interval, which is warm-up, and up to `until_s`,
     when the first rank was done: until then all ranks trained. Where that is less than a tenth of all, as of a very
@@ -345,18 +352,12 @@ def figures_of(records: list[Record], until_s: float, threads: int) -> dict[str,
         "exchange_thread_share": (last["exchange_thread_s"] - first["exchange_thread_s"]) / wall_s,
         "num_threads": max(record["num_threads"] for record in kept),
     }
-    for key, total in (("models_sent", sum), ("models_mixed", sum), ("bytes_sent", sum), ("staleness_updates", max)):
-        values = [record[key] for record in intervals if record.get(key) is not None]
-        if values:
-            figures[key] = total(values) / updates if total is sum else total(values)
+    for key in ("models_sent", "models_mixed", "bytes_sent", "staleness_updates", "consensus_distance_relative"):
+        if values := [record[key] for record in intervals if record.get(key) is not None]:
+            figures[key] = _TOTALS.get(key, lambda values: sum(values) / updates)(values)
     durations_s = [duration for record in intervals for duration in record.get("durations_s", ())]
     if durations_s:
         figures["update_quantiles_s"] = np.quantile(durations_s, np.linspace(0, 1, _QUANTILES)).round(6).tolist()
-    distances = [
-        r["consensus_distance_relative"] for r in intervals if r.get("consensus_distance_relative") is not None
-    ]
-    if distances:
-        figures["consensus_distance_relative"] = statistics.fmean(distances)
     for key in ("own_movement", "movement"):
         if key in last:
             figures[key] = np.sum([record[key] for record in intervals], 0).tolist()

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pala.config import load_preset
-from pala.lab.compare.collect import copies_in, load
-from pala.lab.compare.made import Made, Published
+from pala.lab.compare.collect import Made, Published, copies_in, load
 from pala.lab.compare.plan import Plan, Planned, options
 from pala.run import run_folder
 from pala.run.end_watch import EndWatch

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pala.evaluation.record import action_words
-from pala.lab.compare.comparison import Comparison
-from pala.lab.compare.measures import Run
+from pala.lab.compare.measures import Comparison, Run
 from pala.lab.compare.plan import Plan
 from pala.system.text import counted
 
@@ -32,10 +31,10 @@ def notes(comparison: Comparison) -> list[str]:
         _unlike(done),
         _named({
             "Resumed; pauses do not count as time": [r for r in done if len(r.segments) > 1],
-            "resumed with another number of ranks": [run for run in done if run.was_resized],
-            "lost ranks, so without a speed": [run for run in done if run.num_lost],
-            "ranks left, so without a speed": [run for run in done if run.num_left],
-            "spares took places": [run for run in done if run.num_joined],
+            "resumed with another number of ranks": [r for r in done if len({s.get("ranks") for s in r.segments}) > 1],
+            "lost ranks, so without a speed": [run for run in done if run.count("lost_ranks")],
+            "ranks left, so without a speed": [run for run in done if run.count("left_ranks")],
+            "spares took places": [run for run in done if run.count("joined_ranks")],
             "ended early by a callback": [run for run in done if run.last.get("stopped_early")],
         }),
         _named({"More ranks than cores": [run for run in done if run.is_beyond_cores]}),
@@ -96,72 +95,48 @@ def not_begun(plan: Plan, runs: Sequence[Run]) -> list[str]:
     return [f"Asked for by the preset, but not there: {'; '.join(absent)}."] if absent else []
 
 
-def _in_turn(run: Run, of: Callable[[dict[str, Any]], str]) -> str:
-    """Return what the segments have, once each, in their order, without those that have none."""
-    return ", then ".join(dict.fromkeys(filter(None, map(of, run.segments))))
+_Segment = dict[str, Any]
 
 
-def _commit(run: Run) -> str:
-    """Return the commits of all segments, PALA's and the user's, and whether their files had been changed."""
-
-    def of(segment: dict[str, Any]) -> str:
-        own = segment.get("project_git_commit")
-        project = f" with the project's {own[:10]}" if own else ""
-        changed = " (changed)" if segment.get("git_dirty") or segment.get("project_git_dirty") else ""
-        return f"{str(segment.get('git_commit'))[:10]}{project}{changed}"
-
-    return _in_turn(run, of)
+def _in_turn(of: Callable[[_Segment], str]) -> Callable[[Run], str]:
+    """Return a fact of a run: what its segments have, once each, in their order, without those that have none."""
+    return lambda run: ", then ".join(dict.fromkeys(filter(None, map(of, run.segments))))
 
 
-def _versions(run: Run) -> str:
-    """Return the versions of packages and of MPI in all segments."""
-
-    def of(segment: dict[str, Any]) -> str:
-        packages = ", ".join(f"{name} {version}" for name, version in segment.get("versions", {}).items())
-        return f"{packages}; {' '.join(str(segment.get('mpi')).split(',')[0].split())}"
-
-    return _in_turn(run, of)
+def _commit(segment: _Segment) -> str:
+    """Return the commits, PALA's and the user's, and whether their files had been changed."""
+    own = segment.get("project_git_commit")
+    project = f" with the project's {own[:10]}" if own else ""
+    changed = " (changed)" if segment.get("git_dirty") or segment.get("project_git_dirty") else ""
+    return f"{str(segment.get('git_commit'))[:10]}{project}{changed}"
 
 
-def _machine(run: Run) -> str:
-    """Return the hosts, platform and device of all segments."""
-
-    def of(segment: dict[str, Any]) -> str:
-        hosts = ", ".join(sorted(set(segment.get("hosts", []))))
-        return f"{hosts} ({segment.get('platform')}), {segment.get('device')}"
-
-    return _in_turn(run, of)
+def _versions(segment: _Segment) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in segment.get("versions", {}).items())
+    return f"{packages}; {' '.join(str(segment.get('mpi')).split(',')[0].split())}"
 
 
-def _kind_of_machine(run: Run) -> str:
-    """Return platform and device alone: jobs of a cluster have other hosts."""
-    return _in_turn(run, lambda segment: f"{segment.get('platform')}, {segment.get('device')}")
+def _platform(segment: _Segment) -> str:
+    """Return platform and device, without the hosts: jobs of a cluster have others."""
+    return f"{segment.get('platform')}, {segment.get('device')}"
 
 
-def _processor(run: Run) -> str:
-    return _in_turn(run, lambda segment: str(segment.get("cpu") or ""))
+def _machine(segment: _Segment) -> str:
+    hosts = ", ".join(sorted(set(segment.get("hosts", []))))
+    return f"{hosts} ({segment.get('platform')}), {segment.get('device')}"
 
 
 def _hosts(run: Run) -> str:
     return " ".join(sorted({host for segment in run.segments for host in segment.get("hosts", [])}))
 
 
-def _precision(run: Run) -> str:
-    return str(run.last.get("precision", run.config.network.precision))  # older records lack it
-
-
-def _threads(run: Run) -> str:
-    numbers = dict.fromkeys(str(segment.get("threads_per_rank")) for segment in run.segments)
-    return f"{', then '.join(numbers)} a rank"
-
-
 def _evaluation(run: Run) -> str:
-    if run.evaluation is None:
-        return ""
     facts = run.evaluation
-    words = action_words(facts.get("greedy", False), facts.get("epsilon"))
+    if facts is None:
+        return ""
     most = "" if run.is_atari else f", of at most {run.config.evaluation.max_episode_steps:,} steps"
-    return f"{counted(facts['episodes'], 'episode')}, {words}{most}"
+    actions = action_words(facts.get("greedy", False), facts.get("epsilon"))
+    return f"{counted(facts['episodes'], 'episode')}, {actions}{most}"
 
 
 @dataclass(frozen=True)
@@ -181,13 +156,18 @@ class Fact:
 
 
 FACTS = {
-    "commits": Fact(_commit),
-    "versions": Fact(_versions),
-    "platform": Fact(_kind_of_machine, decides_speed=True),
-    "processor": Fact(_processor, decides_speed=True),
+    "commits": Fact(_in_turn(_commit)),
+    "versions": Fact(_in_turn(_versions)),
+    "platform": Fact(_in_turn(_platform), decides_speed=True),
+    "processor": Fact(_in_turn(lambda segment: str(segment.get("cpu") or "")), decides_speed=True),
     "hosts": Fact(_hosts, decides_speed=True),
-    "precision": Fact(_precision, decides_speed=True),
-    "threads": Fact(_threads, decides_speed=True, among=lambda run: run.cell.ranks),
+    # Older records lack the precision that was computed in.
+    "precision": Fact(lambda run: str(run.last.get("precision", run.config.network.precision)), decides_speed=True),
+    "threads": Fact(
+        lambda run: f"{_in_turn(lambda segment: str(segment.get('threads_per_rank')))(run)} a rank",
+        decides_speed=True,
+        among=lambda run: run.cell.ranks,
+    ),
     "budget": Fact(lambda run: f"{run.config.total_steps}", among=lambda run: run.cell.game),
     "evaluation": Fact(_evaluation, among=lambda run: run.cell.game),
     "checkpoint interval": Fact(lambda run: f"{run.config.run.checkpoint_interval_s:g} s"),
@@ -195,5 +175,5 @@ FACTS = {
 }
 """Facts that may differ, by their names in the page and, with underscores, in runs.csv."""
 
-ORIGIN = {"commit": _commit, "versions": _versions, "machine": _machine}
+ORIGIN = {"commit": _in_turn(_commit), "versions": _in_turn(_versions), "machine": _in_turn(_machine)}
 """Origin of runs, as a page gives it."""

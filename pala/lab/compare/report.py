@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from pala.lab.compare import pictures
-from pala.lab.compare.comparison import Comparison
 from pala.lab.compare.measures import (
     WINDOW,
+    Comparison,
     Run,
     bootstrap_interval,
     efficiencies,
@@ -62,7 +62,7 @@ def _row(comparison: Comparison, run: Run) -> dict[str, Any]:
         "staleness_updates": run.mean("staleness_updates"), "staleness_updates_most": run.most("staleness_updates"),
         "time_exchange": run.mean("time_exchange"), "time_wait": run.mean("time_wait"),
         "memory_peak_mib": memory / 2**20 if memory else None,
-        "starts": len(run.segments), "lost_ranks": run.num_lost,
+        "starts": len(run.segments), "lost_ranks": run.count("lost_ranks"),
         "git_commit": run.last.get("git_commit"), "git_dirty": run.last.get("git_dirty"),
         "hosts": " ".join(sorted(set(run.last.get("hosts", [])))),
         **{name.replace(" ", "_"): fact.of(run) for name, fact in FACTS.items()},
@@ -159,9 +159,9 @@ class Group:
         """Return the values of those runs that have one."""
         return _values(self.runs, value)
 
-    def mean(self, key: str) -> float | None:
-        """Return the mean over runs of their mean of a key of the metrics."""
-        values = self.values(lambda run: run.mean(key))
+    def mean(self, value: Callable[[Run], float | None]) -> float | None:
+        """Return the mean over the runs that have such a value."""
+        values = self.values(value)
         return statistics.fmean(values) if values else None
 
     def most(self, key: str) -> float | None:
@@ -172,11 +172,6 @@ class Group:
         """Return the runs' AUC over the steps that all runs of the game and number of ranks have."""
         end = self.comparison.common_steps(self.cell)
         return self.values(lambda run: run.auc(end))
-
-    def progress_kept(self) -> float | None:
-        """Return the mean over runs."""
-        values = self.values(lambda run: run.progress_kept)
-        return statistics.fmean(values) if values else None
 
     def speeds_of_none(self) -> list[float]:
         """Return the ratios of speeds to those without exchange, seed by seed: those were run one after the other."""
@@ -286,8 +281,8 @@ _SPEED_COLUMNS = [
     *_NAMES,
     Column("steps/s", lambda group: group.values(lambda run: run.steps_per_s), _spread(",.0f")),
     Column("of none", lambda group: group.speeds_of_none(), _spread(".3f")),
-    Column("exchanging", lambda group: group.mean("time_exchange"), ".1%"),
-    Column("waiting", lambda group: group.mean("time_wait"), ".1%"),
+    Column("exchanging", lambda group: group.mean(lambda run: run.mean("time_exchange")), ".1%"),
+    Column("waiting", lambda group: group.mean(lambda run: run.mean("time_wait")), ".1%"),
     Column("peak memory a rank, MiB", lambda group: group.most("memory_peak_bytes"), lambda num: f"{num / 2**20:,.0f}"),
 ]
 _TARGET_COLUMNS = [
@@ -312,8 +307,8 @@ _SCALING_COLUMNS = [
 ]
 _EXCHANGE_COLUMNS = [
     *_NAMES,
-    Column("progress kept", lambda group: group.progress_kept(), ".2f"),
-    Column("relative distance", lambda group: group.mean("consensus_distance_relative"), ".4f"),
-    Column("staleness, updates", lambda group: group.mean("staleness_updates"), ".1f"),
+    Column("progress kept", lambda group: group.mean(lambda run: run.progress_kept), ".2f"),
+    Column("relative distance", lambda group: group.mean(lambda run: run.mean("consensus_distance_relative")), ".4f"),
+    Column("staleness, updates", lambda group: group.mean(lambda run: run.mean("staleness_updates")), ".1f"),
     Column("most", lambda group: group.most("staleness_updates"), ".0f"),
 ]

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pala.lab.compare.collect import copies_in
+from pala.lab.compare.collect import Published, copies_in
 from pala.lab.compare.execute import Task, locked, task_of, tasks_of, why_unfinished
-from pala.lab.compare.made import Published
 from pala.lab.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError

@@ -33,17 +33,18 @@ from pala.config import Config, EnvConfig, load_preset
 from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.config.checks import check
 from pala.envs.vector import Envs, make_envs
-from pala.lab.simulate.passive import PassiveExchange
+from pala.exchange.base import ModelExchange
+from pala.exchange.budget import ExchangeState, Stop
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.networks.distributions import Categorical
+from pala.report.page import Column, table
 from pala.run.provenance import provenance
 from pala.system.command_line import check_choices, check_least, read_command
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
 from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
-from pala.system.text import table
 
 METHODS = (*RULES, "allreduce", "none")
 _PROGRAM = "pala.simulate learn"
@@ -188,11 +189,41 @@ class Learners:
         own, others = log_probs[0], torch.stack(log_probs[1:])
         return float((own.exp() * (own - others)).sum(-1).mean())
 
-    def progress_kept(self, mean: Tensor) -> float:
-        """Return the share of `Learned.progress_kept`; `mean`: mean of the ranks' models at the end."""
-        went, learned = mean - self.beginning, self.own_steps / len(self.ranks)
-        went, learned = went[: self._num_learned], learned[: self._num_learned]
-        return float(went.dot(learned) / learned.dot(learned))
+    def learned(self, mean: Tensor, steps: int, time: float, updates: list[int], models_sent: int) -> Learned:
+        """Return the result of the training; `mean`: mean of the ranks' models at the end."""
+        went, own = (vector[: self._num_learned] for vector in (mean - self.beginning, self.own_steps))
+        own = own / len(self.ranks)
+        kept = float(went.dot(own) / own.dot(own))
+        return Learned(
+            self.episodes, steps, round(time, 1), updates, models_sent, kept, self.distances, self.divergences
+        )
+
+
+class PassiveExchange(ModelExchange):
+    """An exchange that sends nothing, and never ends."""
+
+    global_steps = 0  # whoever passes models on counts
+    living: Sequence[int] = ()
+    stop = Stop.NONE
+
+    def __init__(self, ranks: int) -> None:
+        """`ranks`: number of ranks in the simulation."""
+        self.living = range(ranks)
+
+    def stop_now(self, reason: Stop) -> None:
+        raise NotImplementedError("whoever drives the learner ends it")
+
+    def after_update(self, steps: int, healthy: bool) -> bool:
+        return healthy
+
+    def close(self, timeout_s: float) -> Stop:
+        return Stop.BUDGET
+
+    def final_parameters(self, timeout_s: float) -> Tensor:
+        raise NotImplementedError("whoever drives the learner has its parameters")
+
+    def state(self) -> ExchangeState:
+        return ExchangeState([0])
 
 
 class _Rank:
@@ -268,7 +299,7 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     if cluster.stuck:
         raise PalaError(f"Ranks {cluster.stuck} wait for ever: please report this, with the command line.")
     mean = torch.from_numpy(np.asarray(cluster.mean_model, np.float32))
-    return _learned(learners, mean, cluster.global_steps, cluster.ended_s, updates, cluster.models_sent)
+    return learners.learned(mean, cluster.global_steps, cluster.ended_s, updates, cluster.models_sent)
 
 
 def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool) -> Learned:
@@ -301,27 +332,12 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
         learners.look([flat.data for flat in flats], steps)
         for number, time in enumerate(times):
             learners.note(number, steps, time)
-    return _learned(learners, torch.stack([flat.data for flat in flats]).mean(0), steps, max(times), [rounds] * n, 0)
+    return learners.learned(torch.stack([flat.data for flat in flats]).mean(0), steps, max(times), [rounds] * n, 0)
 
 
 def _slowness(conditions: Conditions) -> tuple[float, ...]:
     fast = conditions.ranks - conditions.slow_ranks
     return (conditions.slowness,) * conditions.slow_ranks + (1.0,) * fast if conditions.slow_ranks else ()
-
-
-def _learned(
-    learners: Learners, mean: Tensor, steps: int, time: float, updates: list[int], models_sent: int
-) -> Learned:
-    return Learned(
-        learners.episodes,
-        steps,
-        round(time, 1),
-        updates,
-        models_sent,
-        learners.progress_kept(mean),
-        learners.distances,
-        learners.divergences,
-    )
 
 
 def parse(arguments: list[str]) -> Command:
@@ -373,11 +389,37 @@ def parse(arguments: list[str]) -> Command:
     return command
 
 
+_Row = tuple[str, list[Learned], int]  # a method, its trainings, and their budget in steps
+
+
+def _heights(row: _Row) -> list[float]:
+    return [training.mean_height(row[2]) for training in row[1]]
+
+
+def _mean(title: str, value: Callable[[Learned], float], form: str) -> Column[_Row]:
+    """Return a column of the mean over trainings."""
+    return Column(title, lambda row: statistics.fmean(map(value, row[1])), form)
+
+
+_COLUMNS: list[Column[_Row]] = [
+    Column("method", lambda row: row[0]),
+    Column("mean height", lambda row: statistics.fmean(_heights(row)), ".1f"),
+    Column("range", lambda row: f"{min(_heights(row)):.1f}-{max(_heights(row)):.1f}"),
+    Column("last return", lambda row: statistics.fmean(each.curve(50, row[2])[-1] for each in row[1]), ".1f"),
+    _mean("kept", lambda training: training.progress_kept, ".2f"),
+    _mean("distance", lambda training: statistics.fmean(training.distances or [0.0]), ".4f"),
+    _mean("KL", lambda training: statistics.fmean(training.divergences or [0.0]), ".4f"),
+    _mean("models an update", lambda training: training.models_sent / sum(training.updates), ".2f"),
+    _mean("time", lambda training: training.time_updates, ",.0f"),
+]
+
+
 def run(arguments: list[str]) -> None:
     """Run `python -m pala.simulate learn`. Raises PalaError."""
     command = parse(arguments)
     torch.set_num_threads(1)
-    rows, results = [], []
+    rows: list[_Row] = []
+    results: list[dict[str, Any]] = []
     for method in command.methods:
         trainings = []
         for seed in command.seeds:
@@ -387,9 +429,8 @@ def run(arguments: list[str]) -> None:
             print(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}", flush=True)
             results.append({"method": method, "seed": seed} | asdict(trainings[-1]))
             _write(command, results)  # what comes next may fail, or be stopped
-        rows.append(_row(method, trainings, command.config.total_steps))
-    header = ["method", "mean height", "range", "last return", "kept", "distance", "KL", "models an update", "time"]
-    print("\n" + table(header, rows))
+        rows.append((method, trainings, command.config.total_steps))
+    print("\n" + table(_COLUMNS, rows))
 
 
 def _write(command: Command, results: list[dict[str, Any]]) -> None:
@@ -401,19 +442,3 @@ def _write(command: Command, results: list[dict[str, Any]]) -> None:
         write_json(command.output, facts)
     except OSError as error:
         raise PalaError(f"'--output': '{command.output}' cannot be written ({reason(error)}).") from None
-
-
-def _row(method: str, trainings: list[Learned], total_steps: int) -> list[str]:
-    heights = [training.mean_height(total_steps) for training in trainings]
-    mean = statistics.fmean
-    return [
-        method,
-        f"{mean(heights):.1f}",
-        f"{min(heights):.1f}-{max(heights):.1f}",
-        f"{mean(training.curve(50, total_steps)[-1] for training in trainings):.1f}",
-        f"{mean(training.progress_kept for training in trainings):.2f}",
-        f"{mean(mean(training.distances or [0.0]) for training in trainings):.4f}",
-        f"{mean(mean(training.divergences or [0.0]) for training in trainings):.4f}",
-        f"{mean(training.models_sent / sum(training.updates) for training in trainings):.2f}",
-        f"{mean(training.time_updates for training in trainings):,.0f}",
-    ]

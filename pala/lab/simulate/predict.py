@@ -16,8 +16,8 @@ from typing import Any
 
 from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.lab.benchmark.analysis import precision_of
-from pala.lab.simulate.cluster import Cluster
 from pala.lab.simulate.costs import Costs, costs_of, read_benchmark
+from pala.lab.simulate.gossip import Cluster
 from pala.lab.simulate.methods import METHODS
 from pala.lab.simulate.report import draw, markdown
 from pala.run.provenance import now_utc, provenance
