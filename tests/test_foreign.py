@@ -30,6 +30,7 @@ from pala.job.request import Request
 from pala.lab import scores as scores_program
 from pala.lab.compare import __main__ as compare_program
 from pala.networks.network import ActorCritic
+from pala.report import draw_timeline as trace_program
 from pala.report import plot as plot_program
 from pala.report import runs
 from pala.run import checkpoint, run_folder, user_code
@@ -94,6 +95,7 @@ PROGRAMS: dict[str, Callable[[Path], object]] = {
     "evaluate": main_of(evaluate_program, "{run}", "--episodes", "1", "--trust-run"),
     "play": main_of(play_program, "{run}", "--video", "{folder}/film.mp4", "--trust-run"),
     "plot": main_of(plot_program, "{run}"),
+    "trace": main_of(trace_program, "{run}"),
     "compare": main_of(
         compare_program, "{folder}/preset.toml", "--report-only", "--add", "{run}", "--output", "{folder}/out"
     ),
@@ -266,7 +268,10 @@ HARM = "import pathlib\npathlib.Path({mark!r}).touch()\nraise ImportError\n"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "program"),
-    [("python -m", name) for name in ("evaluate", "play", "plot", "scores", "train --resume")] + [("pala", "evaluate")],
+    [
+        *(("python -m", name) for name in ("evaluate", "play", "plot", "trace", "scores", "train --resume")),
+        ("pala", "evaluate"),
+    ],
 )
 def test_no_program_finds_a_module_in_the_working_directory(
     start: str, program: str, whole: Path, tmp_path: Path

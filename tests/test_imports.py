@@ -174,6 +174,7 @@ except SystemExit as exit_:
         ("import pala.job.rank", {"numpy"}),
         (HELP.format("evaluate"), set()),
         (HELP.format("plot"), {"numpy"}),
+        (HELP.format("trace"), {"numpy"}),
         (HELP.format("play"), set()),
     ],
 )

@@ -380,8 +380,9 @@ def says(run_program: Callable[..., None], capsys: Any, *arguments: object) -> s
 
 
 def test_a_folder_without_a_timeline_is_told(tmp_path: Path, run_program: Callable[..., None], capsys: Any) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        assert "holds no timeline: `--run.trace` records that of a run" in says(run_program, capsys, folder)
+    assert "is not a run's folder" in says(run_program, capsys, tmp_path)
+    job = train(1, configure(tmp_path / "runs", steps=50))
+    assert "holds no timeline: `--run.trace` records that of a run" in says(run_program, capsys, job.run)
     assert "Name one folder" in says(run_program, capsys)
     begin(tmp_path).close()
     assert "has no events yet" in says(run_program, capsys, tmp_path)

@@ -29,7 +29,7 @@ from pala.run import checkpoint, run_folder, user_code
 from pala.run.agent import Agent, build_envs
 from pala.run.hooks import UserCode
 from pala.run.run import Run, locked_too, note_failure, open_run
-from pala.system.errors import CollectiveError, EndError, PalaError
+from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.output import log, print_result
 
@@ -183,9 +183,7 @@ def start_spare(
             agent.begin_late(run, exchange.state(), time.perf_counter() - began_s)
             run.start_metrics(agent.counters, agent.start.global_steps)
             if run.config.run.trace:
-                from pala.comm.tracing import open_trace
-
-                exchange.record(open_trace(run.trace_folder, rank, job.comm.host, clock=None))
+                _record_late(run, exchange, job.comm.host)
         except Exception as error:
             _give_up(job, sleeping, run, error)
             if isinstance(error, CollectiveError):  # of this rank alone
@@ -194,6 +192,16 @@ def start_spare(
         if not agent.acts:
             envs.close()
         return Training(job, request, run, agent, exchange, interrupt).run()
+
+
+def _record_late(run: Run, exchange: Exchange, host: str) -> None:
+    """Begin the timeline of a spare that has taken a place; one that cannot be written stops no training."""
+    from pala.comm.tracing import open_trace
+
+    try:
+        exchange.record(open_trace(run.trace_folder, run.rank, host, clock=None))
+    except (OSError, PalaError) as error:
+        log(f"[rank {run.rank}] its timeline cannot be written: {reason(error)}. It trains.")
 
 
 def _give_up(job: Job, sleeping: Sleeping, run: Run, error: Exception) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -133,13 +134,13 @@ def read(folder: Path) -> Timeline:
 def _files_of(folder: Path) -> list[Path]:
     """Return the files of a timeline; refuses a folder with links. Raises PalaError if there is none."""
     own = folder
-    if (folder / "run.json").exists():
-        run_folder.read(folder)
+    is_folder = os.path.isdir(folder)  # noqa: PTH112  of any length
+    if not is_folder or (folder / "run.json").exists() or not any(folder.glob("rank-*.trace")):
+        run_folder.config_of(folder)  # it may be no run, or damaged
         refuse_links(folder)
-        starts = [path for path in (folder / "trace").glob("segment-*") if path.is_dir()]
-        for start in starts:
+        for start in (folder / "trace").glob("segment-*"):
             own = start if own == folder or is_later(start.name, own.name) else own
-    elif folder.is_dir():
+    else:
         refuse_links(folder)
     files = sorted(own.glob("rank-*.trace"))
     if not files:
