@@ -42,8 +42,6 @@ _LONGEST_SLEEP_S = 5e-4
 class GroupedGossip(GossipExchange):
     """Gossip of a rank that shares its model with the others of its group."""
 
-    has_one_pace = True
-
     def __init__(
         self,
         comm: Communicator,
