@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import random
 import threading
@@ -20,6 +21,7 @@ from gymnasium.spaces import Box, Discrete
 from pala.a2c.learner import Learner
 from pala.a2c.learning_rate import learning_rate_factor
 from pala.a2c.update import A2C, Rollout
+from pala.comm.mapped_file import share
 from pala.config import A2CConfig, Config, ExchangeConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.config.checks import check
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
@@ -106,6 +108,41 @@ def test_the_learning_rates_of_one_model_and_of_one_each_are_the_ends() -> None:
     assert learning_rate_factor(paired, 16, 16) == learning_rate_factor(paired, 16) == 16
     assert learning_rate_factor(paired, 16, 1) == learning_rate_factor(ExchangeConfig("allreduce"), 16) == 4
     assert learning_rate_factor(paired, 16, 4) == 8
+
+
+# ---- the memory of a group -------------------------------------------------------------------------------------------
+
+
+def test_ranks_share_a_file_that_has_no_name() -> None:
+    def main(comm: MemoryCommunicator) -> list[int]:
+        block = share(comm, 4096, [0, 2] if comm.rank in (0, 2) else [1])
+        block.data[comm.rank] = comm.rank + 1
+        block.fence()
+        comm.barrier()
+        seen = block.data[:3].tolist()
+        block.free()
+        return seen
+
+    before = set(Path("/dev/shm").glob("pala-group-*"))
+    assert run_ranks(3, main) == [[1, 0, 3], [0, 2, 0], [1, 0, 3]]
+    assert set(Path("/dev/shm").glob("pala-group-*")) == before
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_group_without_memory_in_common_ends_with_a_sentence(
+    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is too little of it, or one rank does not see the other's, as in containers apart."""
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC if is_full else errno.ENOENT, "no")
+
+    monkeypatch.setattr(f"pala.comm.mapped_file.{'os.posix_fallocate' if is_full else 'mmap.mmap'}", fail)
+    monkeypatch.setattr("pala.comm.mapped_file._MEMORY", tmp_path)
+    errors = run_ranks(2, lambda comm: share(comm, 2**20, [0, 1]))
+    words = "cannot share 1 MiB of memory with its group" if is_full else "they are in containers apart"
+    assert all(isinstance(error, PalaError) and words in str(error) for error in errors)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- one model in a group --------------------------------------------------------------------------------------------

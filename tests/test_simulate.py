@@ -17,6 +17,7 @@ from pala.lab.simulate import methods, predict
 from pala.lab.simulate.costs import Costs, control_bytes, costs_of
 from pala.lab.simulate.gossip import Cluster, GossipCluster, Link, Prediction, predict_gossip
 from pala.lab.simulate.gossip import measured as played
+from pala.lab.simulate.groups import group_costs, of_groups
 from pala.lab.simulate.methods import halving_doubling_s, predict_allreduce, ring_s
 from pala.system.errors import PalaError
 from support.benchmarks import canned, canned_job
@@ -212,6 +213,21 @@ def test_ranks_are_beside_each_other_on_their_own_host_alone() -> None:
 
 
 @pytest.mark.slow
+def test_a_group_waits_for_its_slowest_and_sends_for_all() -> None:
+    cluster = Cluster(32, ranks_per_host=8, **INFINITE)
+    spread = replace(FREE, update_quantiles_s=(0.01, 0.02, 0.03))
+    assert group_costs(spread, 1) == spread and of_groups(cluster, 1) == cluster
+    grouped = group_costs(spread, 4)
+    mean_s = np.random.default_rng(1).uniform(0.01, 0.03, (100_000, 4)).max(axis=1).mean()
+    assert grouped.steps_per_update == 4 * spread.steps_per_update
+    drawn = grouped.draw(np.linspace(0, 1, 10_001)).mean()
+    assert drawn == pytest.approx(mean_s, rel=0.01) and grouped.update_quantiles_s[-1] == 0.03
+    alone = predict_gossip(cluster, FREE, "random", 1)
+    together = predict_gossip(of_groups(cluster, 4), group_costs(FREE, 4), "random", 1)
+    assert together.steps_per_s == pytest.approx(alone.steps_per_s, rel=0.01)
+    assert together.bytes_per_s < 0.3 * alone.bytes_per_s
+
+
 def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, output = tmp_path / "benchmark.json.gz", tmp_path / "out"
     file.write_bytes(gzip.compress(json.dumps(measured(host="h")).encode()))  # as in results/

@@ -48,7 +48,8 @@ class Learner(Loop):
         self._skipped_in_a_row = 0
         self._own_left_out = 0  # updates that no other rank is to blame for
         self._movement = Movement(agent.a2c.learned)
-        self._ends_alone = not exchange.has_one_pace
+        config = agent.config
+        self._ends_alone = not (config.exchange_kind.averages_gradients or config.exchange.has_groups)
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self.observations = self._to_device(self._envs.reset(env_seeds))

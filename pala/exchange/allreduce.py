@@ -28,7 +28,6 @@ class AllReduce(ModelExchange):
     """One reduction an update, of the flat gradient and some words more: whether a rank ends training, whether by a
     signal, and which ranks' gradients are not finite."""
 
-    has_one_pace = True
     num_models = 1
 
     def __init__(

@@ -188,8 +188,6 @@ class Exchange(abc.ABC):
 class ModelExchange(Exchange):
     """The exchange of A2C: between two updates, the learner's parameters pass through here."""
 
-    has_one_pace = False
-    """Whether this rank makes each update together with others: then it ends after an update, as they do."""
     culprits: Sequence[int] = ()  # other ranks whose gradients made the last average not finite
 
     @property

@@ -31,9 +31,10 @@ from pala.config import ExchangeConfig
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.group_memory import GroupMemory
-from pala.exchange.groups import members_of
+from pala.exchange.groups import members_of, named
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
+from pala.system.output import log
 from pala.system.waiting import LongWait, wait_asleep
 
 _LONGEST_SLEEP_S = 5e-4
@@ -41,8 +42,6 @@ _LONGEST_SLEEP_S = 5e-4
 
 class GroupedGossip(GossipExchange):
     """Gossip of a rank that shares its model with the others of its group."""
-
-    has_one_pace = True
 
     def __init__(
         self,
@@ -226,6 +225,8 @@ class GroupedGossip(GossipExchange):
         if not self._is_leading:
             self._is_leading = True
             self.driver.begin()
+            living = [rank for rank in self._members if not self._is_gone(rank)]
+            log(f"[rank {self._comm.rank}] gossips for its group from now on: {named(living)}.")
         finite = super().after_update(0, healthy)  # its steps have been counted
         has_moved = self.driver.num_mixes > self._num_published
         self._num_published = self.driver.num_mixes

@@ -370,6 +370,8 @@ def parse(arguments: list[str]) -> Command:
         raise PalaError("'--seeds' must be numbers of at least 0.")
     if exchange.compression != "none":
         raise PalaError(f"'exchange.compression' is '{exchange.compression}', but simulated models travel as they are.")
+    if exchange.has_groups:
+        raise PalaError(f"'exchange.group' is {exchange.group!r}, but here each rank has a model; leave it out.")
     if command.config.algorithm != "a2c":
         raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
     if pairwise and TOPOLOGIES[exchange.graph].to_all:

@@ -18,6 +18,7 @@ from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.lab.benchmark.analysis import precision_of
 from pala.lab.simulate.costs import Costs, costs_of, read_benchmark
 from pala.lab.simulate.gossip import Cluster
+from pala.lab.simulate.groups import group_costs, of_groups
 from pala.lab.simulate.methods import METHODS
 from pala.lab.simulate.report import draw, markdown
 from pala.run.provenance import now_utc, provenance
@@ -43,6 +44,8 @@ class Command:
     """Gossip by topology (random, exponential, ring, complete), allreduce (synchronous A2C)."""
     ranks_per_host: int = 16
     """Ranks on one host, each with cores of its own."""
+    group: int = 1
+    """Ranks of a host that hold one model (`exchange.group`): gossip then goes between groups. 1: each has its own."""
     latency_us: float = 50.0
     """Latency between two hosts."""
     bandwidth_gbit: float = 10.0
@@ -64,6 +67,12 @@ def parse(arguments: list[str]) -> Command:
         if not 2 <= ranks <= _MOST_RANKS:
             raise PalaError(f"'--ranks' has {ranks} but every number must lie between 2 and {_MOST_RANKS}.")
     check_least("ranks-per-host", command.ranks_per_host, 1)
+    check_least("group", command.group, 1)
+    if command.ranks_per_host % command.group:
+        raise PalaError(
+            f"'--group' is {command.group}, but '--ranks-per-host' is {command.ranks_per_host}: only groups of equal "
+            "size are predicted."
+        )
     check_least("straggler", command.straggler, 1)
     check_least("latency-us", command.latency_us, 0)
     check_least("seed", command.seed, 0)
@@ -123,14 +132,15 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
         straggler,
     )
     begin = time.perf_counter()
-    prediction = METHODS[method].simulate(cluster, costs, command.seed)
+    group = command.group if method in TOPOLOGIES else 1
+    prediction = METHODS[method].simulate(of_groups(cluster, group), group_costs(costs, group), command.seed)
     seconds = time.perf_counter() - begin
     row |= {"efficiency": prediction.steps_per_s / (ranks * costs.steps_per_s)} | asdict(prediction)
     print_result(
         f"PALA  {method}, {ranks} ranks{f', one {straggler:g} times slower' if straggler > 1 else ''}: "
         f"{prediction.steps_per_s:,.0f} steps/s, efficiency {row['efficiency']:.3f} ({seconds:.1f} s)"
     )
-    return row | {"updates_a_rank": cluster.updates_a_rank, "seconds_to_simulate": round(seconds, 2)}
+    return row | {"updates_a_rank": of_groups(cluster, group).updates_a_rank, "seconds_to_simulate": round(seconds, 2)}
 
 
 def _check_that_something_is_left(command: Command, costs: Costs | None = None) -> None:
@@ -145,6 +155,8 @@ def _reason_against(command: Command, method: str, ranks: int, costs: Costs | No
     sends_to_all = method in TOPOLOGIES and TOPOLOGIES[method].to_all
     if sends_to_all and ranks > _MOST_COMPLETE:
         return f"not simulated above {_MOST_COMPLETE} ranks: n(n-1) models a round"
+    if method in TOPOLOGIES and command.group > 1 and (ranks % command.group or ranks < 2 * command.group):
+        return f"not two or more groups of {command.group} ranks"
     if costs is None:
         return ""
     if sends_to_all and RULES[costs.mixing].by_pairs:

@@ -41,11 +41,17 @@ def _inputs(simulation: dict[str, Any]) -> str:
         "Not measured but simulated: the protocol's own code on a virtual cluster, with costs measured on "
         f"{measured['cpu']} (commit {measured['git_commit']}, {measured['date']}).\n"
         f"Hosts of {options['ranks_per_host']} ranks with {counted(costs['threads'], 'core')} each, "
-        f"one link of {options['bandwidth_gbit']:g} Gbit/s and {options['latency_us']:g} µs; seed {options['seed']}.\n"
+        f"one link of {options['bandwidth_gbit']:g} Gbit/s and {options['latency_us']:g} µs; seed {options['seed']}."
+        f"{_groups(options)}\n"
         f"An update takes {min(update_ms):.1f} to {max(update_ms):.1f} ms; one rank without exchange makes "
         f"{simulation['one_rank_steps_per_s']:,.0f} steps/s. A model has {costs['model_bytes'] / 2**20:.2f} MiB; "
         f"{send_ms:.2f} ms to copy, {receive_ms:.2f} to receive, {mix_ms:.2f} to mix."
     )
+
+
+def _groups(options: dict[str, Any]) -> str:
+    group = options.get("group", 1)
+    return f" Gossip goes between groups of {group} ranks, each with one model." if group > 1 else ""
 
 
 def _columns(options: dict[str, Any]) -> list[Column[dict[str, Any]]]:
