@@ -4,8 +4,8 @@
     python results/library/bench.py --plan long --minutes 90
 
 Appends a JSON line a job to bench.jsonl, beside this file. Rounds are interleaved: `none`, `gossip` and `ddp` of a case
-run one after the other, and the plan is passed over again and again. A call that is broken off, or has no minutes left, is
-continued by the next one. Needs Open MPI. Cases at a limited rate need root as well (`launch/virtual_hosts.py`), and
+run one after the other, and the plan is passed over again and again. A call that is broken off, or has no minutes left,
+is continued by the next one. Needs Open MPI. Cases at a limited rate need root as well (`launch/virtual_hosts.py`), and
 are left out without it.
 
 An update is a backward pass over ten layers that *sleeps* 50 ms in all, 5 ms a layer, and SGD's step. It sleeps because
