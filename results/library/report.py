@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -67,31 +67,22 @@ def counted(line: Line) -> list[float]:
 
 
 def added() -> str:
-    """What an exchange adds to an update: a job's median less the median of `none` in the same round."""
+    """What an exchange adds to an update: a job's median and mean less those of `none` in the same round."""
     jobs = {(key(line["case"]), line["case"]["library"], line["round"]): line for line in lines_of("bench.jsonl")}
     rows = []
-    for case in sorted({case for case, _, _ in jobs if case[3] == "none"}, key=_order):
-        cells = [f"{case[0] // 10**6}", str(case[1]), case[2]]
-        rounds = sorted({number for of, library, number in jobs if of == case and library == "none"})
-        alone = {number: median(counted(jobs[case, "none", number])) for number in rounds}
-        cells.append(spread(list(alone.values())))
+    for case in sorted({case for case, library, _ in jobs if library == "none"}, key=_order):
+        rounds = sorted(number for of, library, number in jobs if of == case and library == "none")
+        alone = {number: counted(jobs[case, "none", number]) for number in rounds}
+        cells = [f"{case[0] // 10**6}", str(case[1]), case[2], spread([median(values) for values in alone.values()])]
         for library in ("gossip", "ddp"):
-            found = {number: jobs.get((case, library, number)) for number in rounds}
-            times = {number: counted(line) for number, line in found.items() if line is not None}
-            more = [median(values) - alone[number] for number, values in times.items() if values]
-            share = f"{100 * median(more) / 50:.1f} %" if more else "-"
-            cells += [spread(more), share]
+            found = {n: counted(jobs[case, library, n]) for n in rounds if (case, library, n) in jobs}
+            medians = [median(values) - median(alone[n]) for n, values in found.items() if values]
+            means = [mean(values) - mean(alone[n]) for n, values in found.items() if values]
+            cells += [spread(medians), spread(means), f"{2 * median(means):.1f} %" if means else "-"]
         rows.append([*cells, str(len(rounds))])
-    head = [
-        "million parameters",
-        "ranks",
-        "network",
-        "`none`, ms",
-        "gossip adds, ms",
-        "of 50 ms",
-        "DDP adds, ms",
-        "of 50 ms",
-    ]
+    head = ["million parameters", "ranks", "network", "`none`, ms"]
+    for library in ("gossip", "DDP"):
+        head += [f"{library} adds, median, ms", "mean, ms", "mean, of 50 ms"]
     return table([*head, "rounds"], rows, 0)
 
 
@@ -105,13 +96,23 @@ def faults() -> str:
     for case, lines in sorted(by_case.items(), key=lambda item: (item[0][3], *_order(item[0]), item[0][4] != "gossip")):
         parameters, ranks, network, fault, library = case
         medians = [median(counted(line)) for line in lines if counted(line)]
+        means = [mean(counted(line)) for line in lines if counted(line)]
         longest = [max(counted(line)) for line in lines if counted(line)]
-        ended = "; ".join(sorted({line["ended"].replace("|", "/") for line in lines}))
+        ended = "; ".join(sorted({line["ended"].replace("|", "/")[:40] for line in lines}))
         made = spread([len(line["update_s"]) for line in lines], 0)
         where = [fault, f"{parameters // 10**6}", str(ranks), network, library]
-        rows.append([*where, spread(medians), spread(longest), made, ended, str(len(lines))])
-    head = ["fault", "million parameters", "ranks", "network", "library", "median update, ms", "longest, ms", "updates"]
-    return table([*head, "ended by", "rounds"], rows, 5)
+        rows.append([*where, spread(medians), spread(means), spread(longest), made, ended, str(len(lines))])
+    head = [
+        "fault",
+        "million parameters",
+        "ranks",
+        "network",
+        "library",
+        "median update, ms",
+        "mean, ms",
+        "longest, ms",
+    ]
+    return table([*head, "updates", "ended by", "rounds"], rows, 5)
 
 
 def _order(case: Sequence[Any]) -> tuple[Any, ...]:
