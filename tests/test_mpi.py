@@ -238,11 +238,6 @@ config = Config(total_steps=2000, env=EnvConfig(num_envs=2, vectorization="{vect
 if __name__ == "__main__":
     result = pala.fit(config, make_env=make_env)
     assert result.status == "completed"
-    from mpi4py import MPI
-    if MPI.COMM_WORLD.rank == 0:
-        from pala.evaluation.scoring import Acting, evaluate
-        from pala.evaluation.record import save
-        save(result.run, evaluate(result.run, 4, 2, Acting(seed=1)))
 """
 
 
