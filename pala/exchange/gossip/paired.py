@@ -18,10 +18,10 @@ since stays. If B has k offers to answer, it answers all of them, with f = 1 / (
 | an answer comes | keeps y - s until its update ends; the offer is closed | `_answer_came` |
 | a refusal (a credit) comes | closes the offer: neither rank moves | `_refused` |
 
-Every rank offers and answers, and waits for neither: it learns on. But it has one open offer (beside those to peers
-that are `silent`), and every offer gets one reply, which frees the process lock. If A and B offer to each other at
-once, the lower rank refuses, as its own offer will do. A rank that takes a model in place of its own makes its open
-offers *void*: their answers belong to a model that is gone.
+Every rank offers and answers, and learns on meanwhile; it waits only where `max_staleness` says so. It has one open
+offer (beside those to peers that are `silent`), and every offer gets one reply, which frees the process lock. If A and
+B offer to each other at once, the lower rank refuses, as its own offer will do. A rank that takes a model in place of
+its own makes its open offers *void*: their answers belong to a model that is gone.
 
 With `exchanges_per_update` above 1 a rank does all three between two steps of a rollout, too, where the parameters must
 not change. It then exchanges a copy that has the moves already, and its driver makes them at the end of the update.
