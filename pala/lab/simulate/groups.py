@@ -18,7 +18,7 @@ _QUANTILES = 101
 
 
 def group_costs(costs: Costs, ranks: int) -> Costs:
-    """Return the costs of a group of so many ranks, of which one sends and mixes."""
+    """Return the costs of a group of that number of ranks, of which one sends and mixes."""
     if ranks == 1:
         return costs
     grid = np.linspace(0, 1, _QUANTILES)
@@ -33,5 +33,5 @@ def group_costs(costs: Costs, ranks: int) -> Costs:
 
 
 def of_groups(cluster: Cluster, ranks: int) -> Cluster:
-    """Return the cluster in which each group of so many ranks, which divide those of a host, is one rank."""
+    """Return the cluster in which each group of that number of ranks, which divides a host's, is one rank."""
     return replace(cluster, ranks=cluster.ranks // ranks, ranks_per_host=cluster.ranks_per_host // ranks)
