@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from golden import calls, make
+from golden import calls
 from support import memory_jobs
 
 Values = dict[str, Any]
@@ -87,8 +87,8 @@ def test_settings_and_results_are_read_as_before(golden_run: tuple[Path, Values]
     run, golden = golden_run
     assert calls.settings_of(run) == golden["settings"]
     assert calls.reported(run) == golden["report"]
-    assert make.keys_of(calls.record_of(run)) == golden["record_keys"]
-    assert make.metrics_keys(calls.records_of(run)) == golden["metrics_keys"]
+    assert calls.keys_of(calls.record_of(run)) == golden["record_keys"]
+    assert calls.metrics_keys(calls.records_of(run)) == golden["metrics_keys"]
 
 
 def test_a_policy_is_evaluated_as_before(golden_run: tuple[Path, Values]) -> None:
@@ -116,7 +116,7 @@ def test_a_run_is_continued(name: str, ranks: int, tmp_path: Path) -> None:
     record = calls.record_of(run)
     assert [segment["ranks"] for segment in record["segments"]] == [2, ranks]
     assert [segment["resumed"] for segment in record["segments"]] == [False, True]
-    assert_keys_stay(make.keys_of(record)["config"], golden["record_keys"]["config"])
+    assert_keys_stay(calls.keys_of(record)["config"], golden["record_keys"]["config"])
     new = [records[-1] for records in calls.records_of(run)[:ranks]]
     assert [record["type"] for record in new] == ["interval"] * ranks
     # The last interval of a rank may be too short for an update: its figures are in another then.
@@ -148,13 +148,13 @@ def assert_keys_stay(found: Any, golden: Any) -> None:
 def test_training_gives_the_golden_weights(name: str, tmp_path: Path) -> None:
     """Bit for bit, with the processor's abilities and the torch that they were made with; else nearly."""
     golden = WEIGHTS["cases"][name]
-    found, run = make.weights_of(golden["arguments"], tmp_path)
-    if make.machine() == WEIGHTS["machine"]:
+    found, run = calls.weights_of(golden["arguments"], tmp_path)
+    if calls.machine() == WEIGHTS["machine"]:
         assert found["sha256"] == golden["sha256"], (found, golden)
     assert_nearly_equal(found, golden, may_act_otherwise=name == "Pong")
     for part, keys in golden["record_keys"].items():
-        assert_keys_stay(make.keys_of(calls.record_of(run))[part], keys)
-    written = make.metrics_keys(calls.records_of(run))
+        assert_keys_stay(calls.keys_of(calls.record_of(run))[part], keys)
+    written = calls.metrics_keys(calls.records_of(run))
     for type_, keys in golden["metrics_keys"].items():
         assert_keys_stay(written[type_], keys)
 

@@ -1,11 +1,15 @@
 """Every call that the golden files need into PALA: where its modules or names change, this file alone is mended.
 
-What is encoded is described by values (`wire.json`); `make.py` writes the golden files with these functions, and
-`test_golden.py` compares with them.
+What is encoded is described by values (`wire.json`); `test_golden.py` compares what these functions give.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.spaces import Box
+from safetensors.torch import load_file
 
 import pala
 from explorer.explore import Explorer
@@ -258,6 +263,58 @@ def record_of(run: Path) -> Values:
 def records_of(run: Path) -> list[list[Values]]:
     """Return every rank's records of metrics, as PALA reads them."""
     return read_run(run)
+
+
+def keys_of(record: Values) -> Values:
+    """Return the sorted keys of `run.json`: its own, of its settings (dotted), and of its newest segment."""
+    return {
+        "record": sorted(record),
+        "config": sorted(_dotted(record["config"])),
+        "segment": sorted(record["segments"][-1]),
+    }
+
+
+def _dotted(table: Values, before: str = "") -> list[str]:
+    return [
+        name
+        for key, value in table.items()
+        for name in (_dotted(value, f"{before}{key}.") if isinstance(value, dict) else [before + key])
+    ]
+
+
+def metrics_keys(ranks: list[list[Values]]) -> dict[str, list[str]]:
+    """Return the sorted keys of each type of record."""
+    keys: dict[str, set[str]] = {}
+    for record in (record for records in ranks for record in records):
+        keys.setdefault(record["type"], set()).update(record)
+    return {type_: sorted(of) for type_, of in keys.items()}
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def weights_of(arguments: list[str], folder: Path) -> tuple[Values, Path]:
+    """Train one rank in this folder, and return the hash and some of its policy's parameters, and its run."""
+    command = [sys.executable, "-m", "pala.train", *arguments, "--run.name", "r"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    run = folder / "runs" / "r"
+    tensors = dict(sorted(load_file(run / "policy.safetensors").items()))
+    data = b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors.values())
+    firsts = {name: tensor.flatten()[:4].tolist() for name, tensor in tensors.items()}
+    norms = {name: float(tensor.double().norm()) for name, tensor in tensors.items()}
+    return {"sha256": hashlib.sha256(data).hexdigest(), "first_values": firsts, "norms": norms}, run
+
+
+def machine() -> Values:
+    """Return what bits depend on: libraries choose their code by maker and instructions of the processor."""
+    said = dict(re.findall(r"(vendor_id|flags)\s*: (.*)", Path("/proc/cpuinfo").read_text()))
+    vectors = [flag for flag in said.get("flags", "").split() if flag.startswith(("avx", "amx", "fma"))]
+    return {
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu": " ".join([said.get("vendor_id", "unknown"), *sorted(vectors)]),
+    }
 
 
 # ---- the explorer ----------------------------------------------------------------------------------------------------
