@@ -13,6 +13,7 @@ interrupted.
     python results/mixing/minatar_bed.py clipping       gossip whose gradients are clipped as their mean would be
     python results/mixing/minatar_bed.py in_step        pairs that go in step, with either clipping
     python results/mixing/minatar_bed.py held_out       each method's best setting on a game that chose none of them
+    python results/mixing/minatar_bed.py groups         groups of ranks that average their gradients and gossip as one
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the tables of it.
 """
@@ -35,7 +36,7 @@ from pala.system.resources import prepare
 FOLDER = Path(__file__).resolve().parent
 STAGES = (
     "sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays", "clipping", "in_step",
-    "held_out",
+    "held_out", "groups",
 )  # fmt: skip
 SWEPT = ("breakout", "space_invaders")  # settings are chosen on these
 GAMES = (*SWEPT, "asterix", "freeway")
@@ -245,6 +246,11 @@ _EQUAL_STEPS = (  # of 4 ranks' mean: gossip's is shorter by the root of the ran
 _ASKED = (  # that the sweep did not choose, or not by itself: hypotheses 19, 21
     (4, Setting("paired", 1, 0.75, 0.8)), (8, Setting("paired", 1, 0.875, 0.8)),
 )  # fmt: skip
+_GROUPS = (  # ranks of 16 environments in all, groups: a group learns as one rank with the environments of its members
+    (16, 4), (16, 2), (32, 4),
+)  # fmt: skip
+_GROUPS_SETTING = Setting("paired", 2, 0.5, 0.8)  # chosen by seeds 1 and 2 of 4 groups of 4
+_GROUPS_RIVALS = (Setting("allreduce", 1, 0.75, 0.8), Setting("allreduce", 2))  # the best of 16 ranks with and without
 _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8))  # each method's best of 16 ranks
 
 
@@ -278,6 +284,8 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
         trials = itertools.product(range(_STABILITY + 1, _STABILITY + 1 + seeds), games, _EQUAL_STEPS)
         return [_job(game, 4, setting, seed) for seed, game, setting in trials]
     fresh = range(_FRESH + 1, _FRESH + 1 + seeds)
+    if stage == "groups":
+        return [job for seed in fresh for game in games for job in _jobs_of_groups(game, seed)]
     chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
     if stage == "final":
         chosen += [(n, setting) for n, setting in _ASKED if n in ranks and (n, setting) not in chosen]
@@ -303,6 +311,17 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
         for game in games
         if setting.method != "allreduce"
     ]
+
+
+def _jobs_of_groups(game: str, seed: int) -> list[Job]:
+    """Groups of each kind, and synchronous A2C with as many environments, which is one group of all ranks."""
+    groups = [
+        _job(game, count, _GROUPS_SETTING, seed)._replace(envs=16 * ranks // count) for ranks, count in _GROUPS
+    ]
+    rivals = [_job(game, ranks, setting, seed) for ranks in (16, 32) for setting in _GROUPS_RIVALS]
+    if game not in SWEPT:
+        return [job._replace(total_steps=held_out_steps(16)) for job in groups + rivals]
+    return groups + rivals
 
 
 def _job(game: str, ranks: int, setting: Setting, seed: int, delay: float = 0.05, slow_ranks: int = 0) -> Job:
