@@ -189,15 +189,15 @@ def train(job: Job) -> dict[str, Any]:
 def correct_bias() -> None:
     """Correct the bias of RMSprop's mean squares v in all trainings of this process: v / (1 - alpha^t) at the t-th
     update since they were 0, as Adam does (arXiv 1412.6980, section 3), which lengthens a step by sqrt(1 - alpha^t)."""
-    from pala.a2c.learner import A2CLearner
+    from pala.a2c.learner import Learner
 
-    plain = A2CLearner._learning_rate
+    plain = Learner._learning_rate
 
     def corrected(learner: Any) -> float:
         updates = learner.counters.updates - learner._a2c.warms_up_from + 1
         return plain(learner) * math.sqrt(1 - learner._config.rmsprop_alpha**updates)
 
-    A2CLearner._learning_rate = corrected
+    Learner._learning_rate = corrected
 
 
 def read() -> dict[Job, dict[str, Any]]:
@@ -353,9 +353,7 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
 
 def _jobs_of_groups(game: str, seed: int) -> list[Job]:
     """Groups of each kind, and synchronous A2C with as many environments, which is one group of all ranks."""
-    groups = [
-        _job(game, count, _GROUPS_SETTING, seed)._replace(envs=16 * ranks // count) for ranks, count in _GROUPS
-    ]
+    groups = [_job(game, count, _GROUPS_SETTING, seed)._replace(envs=16 * ranks // count) for ranks, count in _GROUPS]
     rivals = [_job(game, ranks, setting, seed) for ranks in (16, 32) for setting in _GROUPS_RIVALS]
     if game not in SWEPT:
         return [job._replace(total_steps=held_out_steps(16)) for job in groups + rivals]
