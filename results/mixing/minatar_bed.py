@@ -195,7 +195,7 @@ def correct_bias() -> None:
 
     def corrected(learner: Any) -> float:
         updates = learner.counters.updates - learner._a2c.warms_up_from + 1
-        return plain(learner) * math.sqrt(1 - learner._config.rmsprop_alpha**updates)
+        return plain(learner) * math.sqrt(1 - learner._config.a2c.rmsprop_alpha**updates)
 
     Learner._learning_rate = corrected
 
