@@ -267,11 +267,11 @@ _EQUAL_STEPS = (  # of 4 ranks' mean: gossip's is shorter by the root of the ran
 _ASKED = (  # that the sweep did not choose, or not by itself: hypotheses 19, 21
     (4, Setting("paired", 1, 0.75, 0.8)), (8, Setting("paired", 1, 0.875, 0.8)),
 )  # fmt: skip
-_GROUPS = (  # ranks of 16 environments in all, groups: a group learns as one rank with the environments of its members
+GROUPS = (  # ranks of 16 environments in all, groups: a group learns as one rank with the environments of its members
     (16, 4), (16, 2), (32, 4),
 )  # fmt: skip
-_GROUPS_SETTING = Setting("paired", 2, 0.5, 0.8)  # chosen by seeds 1 and 2 of 4 groups of 4
-_GROUPS_RIVALS = (Setting("allreduce", 1, 0.75, 0.8), Setting("allreduce", 2))  # the best of 16 ranks with and without
+GROUPS_SETTING = Setting("paired", 2, 0.5, 0.8)  # chosen by seeds 1 and 2 of 4 groups of 4
+GROUPS_RIVALS = (Setting("allreduce", 1, 0.75, 0.8), Setting("allreduce", 2))  # the best of 16 ranks with and without
 _STARTS = (  # ranks, environments of each, setting, starts
     (16, 16, Setting("paired", 2, 0.75, 0.8), ("bias", "warm-up 20")),
     (16, 16, Setting("paired", 4, 0.75, 0.8), ("bias", "warm-up 20")),
@@ -353,8 +353,8 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
 
 def _jobs_of_groups(game: str, seed: int) -> list[Job]:
     """Groups of each kind, and synchronous A2C with as many environments, which is one group of all ranks."""
-    groups = [_job(game, count, _GROUPS_SETTING, seed)._replace(envs=16 * ranks // count) for ranks, count in _GROUPS]
-    rivals = [_job(game, ranks, setting, seed) for ranks in (16, 32) for setting in _GROUPS_RIVALS]
+    groups = [_job(game, count, GROUPS_SETTING, seed)._replace(envs=16 * ranks // count) for ranks, count in GROUPS]
+    rivals = [_job(game, ranks, setting, seed) for ranks in (16, 32) for setting in GROUPS_RIVALS]
     if game not in SWEPT:
         return [job._replace(total_steps=held_out_steps(16)) for job in groups + rivals]
     return groups + rivals
