@@ -338,13 +338,9 @@ def main() -> None:
     print(stability(results))
     print("\n## Fewer, larger ranks\n\nAs many environments in all as 16 ranks of 16.\n")
     print(larger(results))
-    print(
-        "\n## Groups of ranks\n\nRanks of 16 environments. A group averages its gradients and gossips as one, so it learns"
-    )
-    print(
-        "as one rank with the environments of all its members, and is simulated so. Ratios are to synchronous A2C of as"
-    )
-    print("many ranks, at the better of its two settings on each game; fresh seeds (numbers: ours and its).\n")
+    print("\n## Groups of ranks\n\nRanks of 16 environments. A group averages its gradients and gossips as one, so it")
+    print("learns as one rank with the environments of all its members, and is simulated so. Ratios are to synchronous")
+    print("A2C of as many ranks, at the better of its two settings on each game; fresh seeds (ours and its).\n")
     print(groups(results))
     print("\n## The first updates\n\nThe same seeds with bias-corrected mean squares, with a warm-up, and plain.\n")
     print(starts(results))
