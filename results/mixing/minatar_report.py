@@ -79,7 +79,7 @@ def fresh(results: Results) -> str:
     """Each method at its best settings, fresh seeds, beside the best of synchronous A2C."""
     usual = {
         job: line for job, line in results.items()
-        if not (job.is_of_the_sweep or job.is_of_stability) and job.is_usual
+        if not (job.is_of_the_sweep or job.is_of_stability) and job.is_usual and job.ranks <= 16
     }  # fmt: skip
     return _beside_allreduce(usual, best_settings(results))
 
@@ -196,7 +196,7 @@ def larger(results: Results) -> str:
     """4 ranks of 64 environments."""
     rows = []
     for job, line in sorted(results.items()):
-        if job.envs != 16 and "mean_height" in line:
+        if job.envs != 16 and job.seed not in _FRESH_SEEDS and job.start == "plain" and "mean_height" in line:
             heights = f"{line['mean_height']:.2f}"
             rows.append(
                 (job.game, str(job.ranks), str(job.envs), job.method, *_texts(job.setting), str(job.seed), heights)
