@@ -13,6 +13,8 @@ interrupted.
     python results/mixing/minatar_bed.py clipping       gossip whose gradients are clipped as their mean would be
     python results/mixing/minatar_bed.py in_step        pairs that go in step, with either clipping
     python results/mixing/minatar_bed.py held_out       each method's best setting on a game that chose none of them
+    python results/mixing/minatar_bed.py start          the first updates: bias-corrected mean squares, a warm-up
+    python results/mixing/minatar_bed.py groups         groups of ranks that average their gradients and gossip as one
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the tables of it.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -35,7 +38,7 @@ from pala.system.resources import prepare
 FOLDER = Path(__file__).resolve().parent
 STAGES = (
     "sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays", "clipping", "in_step",
-    "held_out",
+    "held_out", "groups", "start",
 )  # fmt: skip
 SWEPT = ("breakout", "space_invaders")  # settings are chosen on these
 GAMES = (*SWEPT, "asterix", "freeway")
@@ -78,6 +81,7 @@ class Job(NamedTuple):
     total_steps: int = TOTAL_STEPS
     clipping: str = "own"  # `a2c.gradient_clipping`
     max_staleness: int = 10
+    start: str = "plain"  # or "bias": bias-corrected mean squares; or "warm-up N": over N updates
 
     @property
     def is_usual(self) -> bool:
@@ -159,6 +163,10 @@ def train(job: Job) -> dict[str, Any]:
     config = replace(config, env=replace(config.env, num_envs=job.envs))
     own = {"learning_rate": job.rate * BASE_RATE, "momentum": job.momentum, "momentum_smoothing": job.smoothing}
     own["gradient_clipping"] = job.clipping
+    if job.start == "bias":
+        correct_bias()
+    elif job.start != "plain":
+        own["learning_rate_warmup_updates"] = int(job.start.removeprefix("warm-up "))
     exchange = replace(config.exchange, exchanges_per_update=job.exchanges, max_staleness=job.max_staleness)
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     conditions = Conditions(job.ranks, job.delay, job.slow_ranks)
@@ -176,6 +184,20 @@ def train(job: Job) -> dict[str, Any]:
         "time_updates": learned.time_updates,
         "models_an_update": learned.models_sent / sum(learned.updates),
     }
+
+
+def correct_bias() -> None:
+    """Correct the bias of RMSprop's mean squares v in all trainings of this process: v / (1 - alpha^t) at the t-th
+    update since they were 0, as Adam does (arXiv 1412.6980, section 3), which lengthens a step by sqrt(1 - alpha^t)."""
+    from pala.a2c.learner import Learner
+
+    plain = Learner._learning_rate
+
+    def corrected(learner: Any) -> float:
+        updates = learner.counters.updates - learner._a2c.warms_up_from + 1
+        return plain(learner) * math.sqrt(1 - learner._config.a2c.rmsprop_alpha**updates)
+
+    Learner._learning_rate = corrected
 
 
 def read() -> dict[Job, dict[str, Any]]:
@@ -245,6 +267,21 @@ _EQUAL_STEPS = (  # of 4 ranks' mean: gossip's is shorter by the root of the ran
 _ASKED = (  # that the sweep did not choose, or not by itself: hypotheses 19, 21
     (4, Setting("paired", 1, 0.75, 0.8)), (8, Setting("paired", 1, 0.875, 0.8)),
 )  # fmt: skip
+GROUPS = (  # ranks of 16 environments in all, groups: a group learns as one rank with the environments of its members
+    (16, 4), (16, 2), (32, 4),
+)  # fmt: skip
+GROUPS_SETTING = Setting("paired", 2, 0.5, 0.8)  # chosen by seeds 1 and 2 of 4 groups of 4
+GROUPS_RIVALS = (Setting("allreduce", 1, 0.75, 0.8), Setting("allreduce", 2))  # the best of 16 ranks with and without
+_STARTS = (  # ranks, environments of each, setting, starts
+    (16, 16, Setting("paired", 2, 0.75, 0.8), ("bias", "warm-up 20")),
+    (16, 16, Setting("paired", 4, 0.75, 0.8), ("bias", "warm-up 20")),
+    (16, 16, Setting("allreduce", 1, 0.75, 0.8), ("bias", "warm-up 20")),
+    (16, 16, Setting("allreduce", 2), ("bias",)),
+    (4, 64, Setting("paired", 2, 0.5, 0.8), ("plain", "bias", "warm-up 50")),
+    (4, 16, Setting("paired", 1, 0.5, 0.8), ("bias", "warm-up 50")),
+    (4, 16, Setting("paired", 2, 0.5, 0.8), ("bias", "warm-up 50")),
+    (2, 16, Setting("paired", 1, 0.5, 0.8), ("bias", "warm-up 200")),
+)
 _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8))  # each method's best of 16 ranks
 
 
@@ -278,6 +315,15 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
         trials = itertools.product(range(_STABILITY + 1, _STABILITY + 1 + seeds), games, _EQUAL_STEPS)
         return [_job(game, 4, setting, seed) for seed, game, setting in trials]
     fresh = range(_FRESH + 1, _FRESH + 1 + seeds)
+    if stage == "start":
+        trials = itertools.product(range(1, seeds + 1), _STARTS, games)
+        return [
+            _job(game, n, setting, seed)._replace(envs=envs, start=start)
+            for seed, (n, envs, setting, starts), game in trials
+            for start in starts
+        ]
+    if stage == "groups":
+        return [job for seed in fresh for game in games for job in _jobs_of_groups(game, seed)]
     chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
     if stage == "final":
         chosen += [(n, setting) for n, setting in _ASKED if n in ranks and (n, setting) not in chosen]
@@ -303,6 +349,15 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
         for game in games
         if setting.method != "allreduce"
     ]
+
+
+def _jobs_of_groups(game: str, seed: int) -> list[Job]:
+    """Groups of each kind, and synchronous A2C with as many environments, which is one group of all ranks."""
+    groups = [_job(game, count, GROUPS_SETTING, seed)._replace(envs=16 * ranks // count) for ranks, count in GROUPS]
+    rivals = [_job(game, ranks, setting, seed) for ranks in (16, 32) for setting in GROUPS_RIVALS]
+    if game not in SWEPT:
+        return [job._replace(total_steps=held_out_steps(16)) for job in groups + rivals]
+    return groups + rivals
 
 
 def _job(game: str, ranks: int, setting: Setting, seed: int, delay: float = 0.05, slow_ranks: int = 0) -> Job:
@@ -334,7 +389,8 @@ def main() -> None:
         job for job in jobs_of(arguments.stage, arguments.games, arguments.ranks, arguments.seeds) if job not in done
     ]
     print(f"{len(jobs)} trainings", flush=True)
-    with multiprocessing.get_context("spawn").Pool(arguments.processes, prepare, (1,)) as pool:
+    # a process a training: `correct_bias` is not undone
+    with multiprocessing.get_context("spawn").Pool(arguments.processes, prepare, (1,), maxtasksperchild=1) as pool:
         for line in pool.imap_unordered(train, jobs):
             with open(FOLDER / "minatar.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(line | commit) + "\n")

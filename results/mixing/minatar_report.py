@@ -9,11 +9,25 @@ import statistics
 import sys
 
 import numpy as np
-from minatar_bed import BASE_RATE, METHODS, SWEPT, TOTAL_STEPS, Job, Setting, best_settings, read
+from minatar_bed import (
+    BASE_RATE,
+    GROUPS,
+    GROUPS_RIVALS,
+    GROUPS_SETTING,
+    METHODS,
+    SWEPT,
+    TOTAL_STEPS,
+    Job,
+    Setting,
+    best_settings,
+    held_out_steps,
+    read,
+)
 
 from pala.system.text import table
 
 _RESAMPLES = 10_000
+_FRESH_SEEDS = range(101, 109)
 Results = dict[Job, dict]
 
 
@@ -65,7 +79,7 @@ def fresh(results: Results) -> str:
     """Each method at its best settings, fresh seeds, beside the best of synchronous A2C."""
     usual = {
         job: line for job, line in results.items()
-        if not (job.is_of_the_sweep or job.is_of_stability) and job.is_usual
+        if not (job.is_of_the_sweep or job.is_of_stability) and job.is_usual and job.ranks <= 16
     }  # fmt: skip
     return _beside_allreduce(usual, best_settings(results))
 
@@ -182,12 +196,68 @@ def larger(results: Results) -> str:
     """4 ranks of 64 environments."""
     rows = []
     for job, line in sorted(results.items()):
-        if job.envs != 16 and "mean_height" in line:
+        if job.envs != 16 and job.seed not in _FRESH_SEEDS and job.start == "plain" and "mean_height" in line:
             heights = f"{line['mean_height']:.2f}"
             rows.append(
                 (job.game, str(job.ranks), str(job.envs), job.method, *_texts(job.setting), str(job.seed), heights)
             )
     header = ("game", "ranks", "environments of a rank", "method", *_SETTING, "seed", "AUC")
+    return table(header, rows) if rows else "Not run yet."
+
+
+def groups(results: Results) -> str:
+    """Groups of ranks that gossip as one, beside synchronous A2C of as many ranks at the better of its two settings on
+    each game: interquartile means over the seeds that both have, and the geometric mean over the games."""
+    there: dict[tuple[str, int, int, Setting], dict[int, float]] = {}
+    for job, line in results.items():
+        if job.seed in _FRESH_SEEDS and job.start == "plain" and "mean_height" in line:
+            is_usual = job.total_steps == (TOTAL_STEPS if job.game in SWEPT else held_out_steps(16))
+            if is_usual and job.clipping == "own" and job.max_staleness == 10 and job.delay == 0.05:
+                there.setdefault((job.game, job.ranks, job.envs, job.setting), {})[job.seed] = line["mean_height"]
+    draw, rows = np.random.default_rng(1), []
+    kinds = [(16, 16, Setting("paired", 2, 0.75, 0.8)), *((n, count, GROUPS_SETTING) for n, count in GROUPS)]
+    for ranks, count, setting in kinds:
+        logs, drawn, cells = [], [], []
+        for game in (*SWEPT, "freeway"):
+            ours = there.get((game, count, 16 * ranks // count, setting), {})
+            rivals = [there.get((game, ranks, 16, rival), {}) for rival in GROUPS_RIVALS]
+            theirs = max(rivals, key=lambda found: iqm(np.array(list(found.values()))) if found else 0.0)
+            if not ours or not theirs:
+                cells += ["", ""]
+                continue
+            a, b = np.array(list(ours.values())), np.array(list(theirs.values()))
+            cells += [f"{iqm(a) / iqm(b):.2f}", f"{len(a)} and {len(b)}"]
+            logs.append(np.log(iqm(a) / iqm(b)))
+            sides = [iqm(draw.choice(side, (_RESAMPLES, len(side)))) for side in (a, b)]
+            drawn.append(np.log(sides[0] / sides[1]))
+        if logs:
+            low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
+            pooled = [f"{np.exp(np.mean(logs)):.2f}", f"{np.exp(low):.2f} to {np.exp(high):.2f}"]
+            rows.append((str(ranks), str(count), *_texts(setting)[:2], *cells, *pooled))
+    names = (name for game in (*SWEPT, "freeway") for name in (game, "seeds"))
+    return table(("ranks", "groups", "rate", "momentum", *names, "geometric mean", "95 % interval"), rows)
+
+
+def starts(results: Results) -> str:
+    """Bias-corrected mean squares and a warm-up, beside the plain start with the same seeds."""
+    cells: dict[tuple[str, int, int, Setting], dict[str, dict[int, float]]] = {}
+    for job, line in results.items():
+        if job._replace(start="plain", envs=16).is_usual and job.seed < _FRESH_SEEDS.start and "mean_height" in line:
+            by_start = cells.setdefault((job.game, job.ranks, job.envs, job.setting), {})
+            by_start.setdefault(job.start, {})[job.seed] = line["mean_height"]
+    rows = []
+    for (game, ranks, envs, setting), by_start in sorted(cells.items()):
+        plain = by_start.get("plain", {})
+        for start, found in sorted(by_start.items()):
+            both = sorted(set(found) & set(plain))
+            if start != "plain" and both:
+                means = [statistics.fmean(of[seed] for seed in both) for of in (plain, found)]
+                rows.append((
+                    game, str(ranks), str(envs), setting.method, *_texts(setting)[:2], start, str(len(both)),
+                    f"{means[0]:.2f}", f"{means[1]:.2f}", f"{means[1] / means[0]:.2f}",
+                ))  # fmt: skip
+    header = ("game", "ranks", "environments", "method", "rate", "momentum", "start", "seeds", "plain: mean of AUC",
+              "this start", "ratio")  # fmt: skip
     return table(header, rows) if rows else "Not run yet."
 
 
@@ -268,6 +338,12 @@ def main() -> None:
     print(stability(results))
     print("\n## Fewer, larger ranks\n\nAs many environments in all as 16 ranks of 16.\n")
     print(larger(results))
+    print("\n## Groups of ranks\n\nRanks of 16 environments. A group averages its gradients and gossips as one, so it")
+    print("learns as one rank with the environments of all its members, and is simulated so. Ratios are to synchronous")
+    print("A2C of as many ranks, at the better of its two settings on each game; fresh seeds (ours and its).\n")
+    print(groups(results))
+    print("\n## The first updates\n\nThe same seeds with bias-corrected mean squares, with a warm-up, and plain.\n")
+    print(starts(results))
     print(f"\n## Longer\n\n16 ranks, {4 * TOTAL_STEPS:,} steps, at the best settings of {TOTAL_STEPS:,}.\n")
     print(longer(results))
     print("\n## Clipping, and pairs in step\n\nGradients clipped as the mean over the ranks would be (`mean`), and an")
