@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 import pytest
 
-from pala.algorithms import ALGORITHMS
+from pala.algorithms import ALGORITHMS, Algorithm
 from pala.comm.base import Communicator
 from pala.config import Config, EnvConfig, ExchangeConfig
 from pala.config.checks import check
@@ -77,13 +77,14 @@ def test_a_spare_takes_the_place_of_a_rank_that_dies(
 
 
 def test_a_spare_computes_in_what_the_others_have_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, usual = dict[str, str](), ALGORITHMS["a2c"].build
+    row = type(ALGORITHMS["a2c"])
+    chosen, usual = dict[str, str](), row.build
 
-    def build(comm: Communicator, config: Config, *given: Any) -> Agent[Any]:
+    def build(self: Algorithm, comm: Communicator, config: Config, *given: Any) -> Agent[Any]:
         chosen[threading.current_thread().name] = config.network.precision
-        return usual(comm, config, *given)
+        return usual(self, comm, config, *given)
 
-    monkeypatch.setattr(ALGORITHMS["a2c"], "build", build)
+    monkeypatch.setattr(row, "build", build)
     config = with_spares(tmp_path, spares=1)
     config = replace(config, network=replace(config.network, precision="auto"))
     job = train(3, config, [fail_at(0, update=5)], on_count=stop_when(2, updates=5))

@@ -1208,7 +1208,7 @@ def test_a_run_by_fit_says_what_made_it(
 @pytest.mark.slow
 def test_the_page_as_written(one_rank: Any, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 12
+    assert len(blocks) == 11
     names: dict[str, Any] = {"__name__": "page"}
 
     def script() -> None:
