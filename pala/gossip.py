@@ -64,7 +64,7 @@ class Gossip:
     _flat: FlatTensors | None = None
     _exchange: GossipExchange | None = None  # none on a rank that is alone
     _momentum: Momentum | None = None
-    _movement: Tensor | None = None  # momentum's
+    _mean_move: Tensor | None = None  # momentum's
     _loaded: Mapping[str, Any] | None = None  # by `load_state_dict`
     _start = ExchangeState([])  # of the exchange
     _updates = 0
@@ -190,12 +190,12 @@ class Gossip:
 
     def _begin_momentum(self, flat: FlatTensors) -> None:
         settings, kept = self._settings.a2c, (self._loaded or {}).get("movement")
-        self._movement = torch.zeros_like(flat.learned)
+        self._mean_move = torch.zeros_like(flat.learned)
         if kept is not None:
-            if kept.shape != self._movement.shape:
+            if kept.shape != self._mean_move.shape:
                 raise PalaError("Gossip: the state that was loaded is of another model.")
-            self._movement.copy_(kept)
-        self._momentum = Momentum(flat.learned, settings.momentum, settings.momentum_smoothing, self._movement)
+            self._mean_move.copy_(kept)
+        self._momentum = Momentum(flat.learned, settings.momentum, settings.momentum_smoothing, self._mean_move)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -392,7 +392,7 @@ class Gossip:
         """Return what `torch.save` keeps beside the model's and the optimiser's own: steps of all ranks, the round, and
         momentum's running mean. Not collective; a rank may load that of any other, of a job of any size."""
         state = self._start if self._exchange is None else self._exchange.state()
-        movement = None if self._movement is None else self._movement.detach().cpu()
+        movement = None if self._mean_move is None else self._mean_move.detach().cpu()
         return {"global_steps": self.global_steps, "round": state.round, "movement": movement}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
