@@ -1,6 +1,7 @@
 """PALA's programs by one command: `pala train pong` is `python -m pala.train pong`.
 
     train      one policy on MPI ranks: mpirun -np 4 pala train pong
+    tune       which learning rate suits an environment, by a few short simulated trainings
     doctor     what would stop training here, and what to do about it
     evaluate   score a run's policy on whole games, and make a video of it
     play       show a run's policy in a window, or as a video
@@ -26,6 +27,7 @@ import pala
 
 PROGRAMS = (
     "train",
+    "tune",
     "doctor",
     "evaluate",
     "play",

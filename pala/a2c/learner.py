@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from pala.a2c.learning_rate import learning_rate_factor
+from pala.a2c.learning_rate import learning_rate
 from pala.a2c.movement import Movement
 from pala.a2c.update import Loss, Rollout, UpdateResult
 from pala.envs.vector import Step
@@ -93,7 +93,7 @@ class Learner(Loop):
     def step(self, loss: Loss) -> UpdateResult:
         """Make one step along the gradient."""
         with self._watch.section("update"):
-            result = self._a2c.step(loss, self._learning_rate(), self._learners)
+            result = self._a2c.step(loss, self._learning_rate(), self.counters.updates, self._learners)
         self._count_update(result)
         return result
 
@@ -199,17 +199,17 @@ class Learner(Loop):
     @property
     def _learners(self) -> int:
         """Return the number of learners whose mean gradient is to be clipped; 1: this rank's own gradient is."""
-        config = self._config
-        mixes = config.exchange_kind.coupling == 1
-        return self._exchange.num_models if mixes and config.a2c.gradient_clipping == "mean" else 1
+        return self._models if self._config.a2c.gradient_clipping == "mean" else 1
+
+    @property
+    def _models(self) -> int:
+        """Return how many models are mixed; 1: none are."""
+        return self._exchange.num_models if self._config.exchange_kind.coupling == 1 else 1
 
     def _learning_rate(self) -> float:
         """Return the rate of this update. Ranks that died do not count."""
-        config, rate = self._config, self._config.a2c.learning_rate
-        if config.a2c.learning_rate_scaling == "ranks":
-            exchange = self._exchange
-            factor = learning_rate_factor(config.exchange, exchange.num_learners, exchange.num_models)
-            rate *= min(factor, config.a2c.learning_rate_most_scaling)
+        config = self._config
+        rate = learning_rate(config, self._models)
         if warmup := config.a2c.learning_rate_warmup_updates:
             rate *= min(1.0, (self.counters.updates - self._a2c.kept.warms_up_from + 1) / warmup)
         if config.a2c.learning_rate_decay == "linear":

@@ -1,7 +1,7 @@
 """Measure how fast training is on this machine, and how far from its limit: `python -m pala.benchmark`.
 
     Pong, 1 and 2 ranks              python -m pala.benchmark --ranks 1 2
-    a preset, with other settings    python -m pala.benchmark pala/pong --a2c.rollout-steps 5
+    a preset, with other settings    python -m pala.benchmark pala_paper/pong --a2c.rollout-steps 5
     under a minute                   python -m pala.benchmark --quick
     another launcher                 python -m pala.benchmark --launcher 'srun -n {ranks}'
 
