@@ -17,7 +17,7 @@ import pytest
 
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import Tail, metrics_path, read_run
-from supervise import survivable
+from pala.supervise import survivable
 from support import REPOSITORY
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
 from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks, processes_in

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from pala.config import load_with_ranks
+from pala.supervise import read_options, usual_ranks
 from pala.train import parse
-from supervise import read_options, usual_ranks
 from support import REPOSITORY
 from support.helpers import record_of
 from support.mpi import Launcher
