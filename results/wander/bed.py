@@ -8,7 +8,7 @@ Each rank is 4 times slower in spells of 20 updates of its own fast speed on ave
 drawn from the seed, the same for all methods. Time is virtual: a fast rank's update takes 1 (0.95 to 1.05), a model is
 under way for 0.05. Synchronous A2C waits for its slowest rank at each update; with `backup` it drops the latest ranks,
 in the number that gives most steps in this scenario, as backup workers do (Chen et al. 2016, arXiv 1604.00981): what a
-dropped rank has played is lost. All have the default setting but `allreduce_plain`, which has 1.4e-3 without momentum:
+dropped rank has played is lost. All have the default setting but `allreduce_plain`, which has 1.4e-3 without momentum and bias correction:
 on MinAtar one or the other was synchronous A2C's best.
 """
 
@@ -143,7 +143,7 @@ def train_in_rounds(job: Job, spells: list[Spells], make: Any) -> None:
         exchange=dataclasses.replace(config.exchange, kind="allreduce"),
     )
     if job.method == "allreduce_plain":
-        a2c = dataclasses.replace(config.a2c, learning_rate=1.4e-3, momentum=0.0)
+        a2c = dataclasses.replace(config.a2c, learning_rate=1.4e-3, momentum=0.0, rmsprop_bias_correction=False)
         config = dataclasses.replace(config, a2c=a2c)
     dropped = BACKUPS.get(job.ranks, 0) if job.method == "backup" else 0
     learners = program.Learners(config, job.ranks, make)
