@@ -1,5 +1,5 @@
 """What PALA offers from Python: fit, policies that act, callbacks that stop, networks and wrappers; the examples and
-the blocks of docs/python.md as written, but for fewer steps."""
+the blocks of docs/python.md and of its neighbours as written, but for fewer steps."""
 
 from __future__ import annotations
 
@@ -1206,17 +1206,23 @@ def test_a_run_by_fit_says_what_made_it(
 
 
 @pytest.mark.slow
-def test_the_page_as_written(one_rank: Any, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 11
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "num_runs"), [("python", 7, 4), ("own_network", 2, 1), ("coming_from", 2, 2)]
+)
+def test_the_page_as_written(name: str, num_blocks: int, num_runs: int, one_rank: Any, tmp_path: Path) -> None:
+    page = PAGE.with_name(f"{name}.md")
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    if name == "coming_from":  # the others are of other libraries
+        blocks = [block for block in blocks if block.startswith("# PALA")]
+    assert len(blocks) == num_blocks
     names: dict[str, Any] = {"__name__": "page"}
 
     def script() -> None:
         for block in blocks:
-            exec(compile(block, str(PAGE), "exec"), names)
+            exec(compile(block, str(page), "exec"), names)
 
     one_rank(script)
-    assert len(list((tmp_path / "runs").iterdir())) == 5
+    assert len(list((tmp_path / "runs").iterdir())) == num_runs
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ class ExchangeConfig:
     `auto`: random; with `shared_memory`, ring [GALA]."""
     mixing: MixingName = setting("paired", kinds=("gossip",))
     """`paired`: two ranks move towards each other by the same amount, so that no rank's learning is taken back, however
-    old the models are (docs/architecture.md). `uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`:
+    old the models are (docs/how_gossip_works.md). `uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`:
     weighted so that skipped messages do not bias the mean (arXiv 1811.10792)."""
     exchanges_per_update: int = setting(1, between=(1, 1000), kinds=("gossip",))
     """`paired`: how many offers a rank may make in an update, one after the other. With more than 1 ranks exchange
