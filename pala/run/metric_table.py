@@ -102,7 +102,7 @@ METRICS = (
         "of the models sent, headers included; Gorila: of all messages",
     ),
     Metric("models_refused", "interval", ACTOR_CRITIC, "", "one rank", "",
-        "messages that were rejected (not finite, wrong size, another network, not asked for)",
+        "messages that were rejected (not finite, of the wrong size or network, or sent too often)",
     ),
     Metric("models_stale", "interval", ACTOR_CRITIC, "", "one rank", "",
         "not mixed because this rank or the sender was suspended or cut off meanwhile",
