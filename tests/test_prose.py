@@ -60,7 +60,10 @@ def test_plain_ones_are_not_found() -> None:
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
-USERS_PAGES = "running how_gossip_works learning exchanges coming_from glossary python own_network doctor library trackers run_folder"
+USERS_PAGES = """
+    running learning exchanges how_gossip_works glossary coming_from
+    python own_network library doctor trackers run_folder
+"""
 PAGES = [REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{name}.md" for name in USERS_PAGES.split())]
 MOST_WORDS = 30
 FORBIDDEN = re.compile(
