@@ -149,7 +149,7 @@ class Supervisor:
         if command.resume is not None:
             self.run, self.resumes = command.resume, True
         else:
-            stem = command.preset.stem if command.preset else command.config.env.short_id
+            stem = command.preset_name or command.config.env.short_id
             if options.go_on and not command.config.run.name:
                 raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
             self._is_named = bool(command.config.run.name)

@@ -53,6 +53,14 @@ class Command:
     came from elsewhere."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
+    @property
+    def preset_name(self) -> str:
+        """The preset's name in that of its runs: `allreduce-pong` of `allreduce/pong`, `mine` of `my/mine.toml`; empty:
+        there is no preset."""
+        if self.preset is None:
+            return ""
+        return self.preset.stem if self.preset.suffix == ".toml" else self.preset.as_posix().replace("/", "-")
+
 
 def read(arguments: list[str]) -> tuple[Command, Config]:
     """Read the command line over the preset or the resumed run over the defaults; return that base, too. Raises
@@ -76,14 +84,6 @@ def parse(arguments: list[str]) -> Command:
     return read(arguments)[0]
 
 
-def _short_name(preset: Path | None) -> str:
-    """Return the name that a run takes from its preset: `allreduce-pong` from `allreduce/pong`, `mine` from
-    `my/mine.toml`."""
-    if preset is None:
-        return ""
-    return preset.stem if preset.suffix == ".toml" else str(preset).replace("/", "-")
-
-
 def _greet(command: Command, base: Config, job: Job) -> None:
     """Say the first words, before torch is loaded, which takes seconds."""
     if command.config.run.console == "none":
@@ -102,7 +102,7 @@ def main() -> None:
         request = Request(
             command.config,
             resume=command.resume,
-            preset=_short_name(command.preset),
+            preset=command.preset_name,
             facts=entry.facts(),
             trust_run=command.trust_run,
             conclude=entry.evaluate_and_draw,

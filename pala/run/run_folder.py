@@ -32,7 +32,7 @@ _EARLIER_DEFAULTS: dict[str, Any] = {
     "exchange": {"mixing": "uniform"},
     "network": {"precision": "float32"},
 }
-"""What runs did before version 0.2 where their `run.json` does not say it."""
+"""Settings of runs before version 0.2 whose `run.json` does not name them."""
 _GONE = ("learning_rate_scaling", "learning_rate_most_scaling")
 
 
