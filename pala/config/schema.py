@@ -48,7 +48,7 @@ class EnvConfig:
     normalize_rewards: bool = False
     """Show the learner rewards over the running deviation of the discounted return. A2C only."""
     image_layout: Literal["auto", "channels_first", "channels_last"] = setting("auto", games="others")
-    """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/environments.md)."""
+    """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/spaces.md)."""
     terminal_on_life_loss: bool = setting(True, games="atari", changes="view")
     """Atari: a lost life ends the return in training, though the game continues [GALA]. Reports count whole games."""
     frame_skip: int = setting(4, between=(1, 1000), games="atari")
@@ -85,7 +85,7 @@ Precision = Literal["float32", "bfloat16", "auto"]
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The network of either algorithm. Images get convolutions, vectors an MLP (docs/environments.md)."""
+    """The network of either algorithm. Images get convolutions, vectors an MLP (docs/spaces.md)."""
 
     conv_channels: tuple[int, int, int] = setting((32, 64, 32), between=(1, 1e6), own_network=False)
     """Channels of the three convolutions, 8x8/4, 4x4/2, 3x3/1 [GALA: 32, 64, 32; DQN: 32, 64, 64]; of images under
