@@ -196,8 +196,8 @@ def _is_kept_by(wanted: np.dtype, given: np.dtype) -> bool:
 
 
 def _is_single(value: Any) -> bool:
-    """Return whether this is a number of an array library, without a dimension."""
-    return getattr(value, "shape", None) == ()
+    """Return whether this is one number, perhaps of an array library."""
+    return isinstance(value, int) or getattr(value, "shape", None) == ()
 
 
 def _shown(value: Any) -> str:
@@ -208,7 +208,7 @@ def _shown(value: Any) -> str:
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} and type {value.dtype}: {text}"
-    return f"{text}, a {type(value).__name__}"
+    return f"{text} (of type {type(value).__name__})"
 
 
 def _of_old_gym() -> str:
