@@ -32,7 +32,7 @@ class Failure(NamedTuple):
     """One failure of an environment."""
 
     text: str
-    """What happened, as the second half of a sentence."""
+    """Account of it, as the second half of a sentence."""
     trace: str = ""
     """The last lines of the traceback, if an exception tells more than the text."""
 
@@ -46,7 +46,7 @@ class FailedTooOftenError(PalaError):
 
     @classmethod
     def after(cls, failure: Failure, times: int, name: str, restarts: int) -> FailedTooOftenError:
-        """Make the error for a failure of the environment `name`, the last of so many `times` in a row."""
+        """Make the error for the last of `times` failures in a row of the environment `name`."""
         often = "once" if times == 1 else f"{times} times without a whole episode in between"
         text = (
             f"The environment '{name}' has failed {often}, and 'env.restarts' is {restarts}; the last time "
@@ -117,7 +117,7 @@ class Renewed(gymnasium.Wrapper):
         except (Exception, SystemExit) as error:  # it is the user's code: anything may happen
             return self._renew(failure_of("'reset'", error))
 
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step, or begin an episode in a new environment."""
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)

@@ -331,7 +331,7 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
 
 
 def _limit_waits(pipe: Connection, seconds: float) -> None:
-    """Let `recv` end with BlockingIOError after so long without a byte. A limit of the socket costs a step nothing;
+    """Let `recv` end with BlockingIOError after `seconds` without a byte. A limit of the socket costs a step nothing;
     `poll` before each answer would."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         whole = int(seconds)

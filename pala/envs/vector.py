@@ -286,8 +286,8 @@ class AtariEnvs(Envs):
             raise FailedTooOftenError.after(failure, self._in_a_row, self.name, self._restarts)
         self.close()
         self.vector_env = self._make()
-        seeds = [seed_after(int(seed), self._renewals) for seed in self._seeds]
-        observations, info = self.vector_env.reset(seed=np.array(seeds, np.int32))
+        seeds = np.array([seed_after(int(seed), self._renewals) for seed in self._seeds], np.int32)
+        observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
         self._begin(info)
         nothing = np.zeros(self.num_envs)
         failures = {FAILURES: np.empty(self.num_envs, object), f"_{FAILURES}": np.ones(self.num_envs, np.bool_)}
