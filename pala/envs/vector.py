@@ -76,6 +76,8 @@ class Envs:
 
     num_failures = 0
     """Failures of environments so far."""
+    sender = ""
+    """Beginning of messages about failures, such as `[rank 1] `."""
 
     def __init__(
         self,
@@ -106,8 +108,7 @@ class Envs:
         try:
             observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
         except FailedTooOftenError as error:
-            self._show_trace(error.trace)
-            raise
+            raise self._last(error) from None
         if FAILURES in info:
             self._count_failures(info)
         take_back_signals()
@@ -121,8 +122,7 @@ class Envs:
         try:
             observations, rewards, terminated, truncated, info = self._step(actions)
         except FailedTooOftenError as error:
-            self._show_trace(error.trace)
-            raise
+            raise self._last(error) from None
         failed = self._none_failed
         if FAILURES in info:  # where it ended, only the reset after it failed
             failed = self._count_failures(info) & ~(terminated | truncated)
@@ -179,6 +179,11 @@ class Envs:
     def _step(self, actions: np.ndarray) -> Any:
         return self.vector_env.step(actions)
 
+    def _last(self, error: FailedTooOftenError) -> PalaError:
+        """Return the error of the failure that ends this rank."""
+        self._show_trace(error.trace)
+        return PalaError(f"{self.sender}{error}")
+
     def _show_trace(self, trace: str) -> None:
         """Show the traceback of a failure, unless one was shown before."""
         if trace and not self._trace_shown:
@@ -199,10 +204,9 @@ class Envs:
             return
         self._show_trace(failure.trace)
         so_far = f" {self.num_failures:,} failures were so far; the next line comes after as many more."
-        log(
-            f"Environment {index} ('{self.name}') has failed: {failure.text}. It is made anew; the episode that it "
-            f"played is left out.{so_far * (self.num_failures > 1)}"
-        )
+        so_far *= self.num_failures > 1
+        what = f"Environment {index} ('{self.name}') has failed: {failure.text}."
+        log(f"{self.sender}{what} It is made anew; the episode that it played is left out.{so_far}")
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return seeds.tolist()
