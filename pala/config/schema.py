@@ -40,6 +40,9 @@ class EnvConfig:
     """Other than Atari: step the environments in this process, or each in a (spawned) process of its own. With `async`
     a script calls `pala.fit` or `pala.evaluate_policy` below `if __name__ == "__main__":`, because each process
     imports the script."""
+    restarts: int = setting(3, between=(0, 1e6), decides="nothing", changes="nothing")
+    """Failures of one environment in a row, without a whole episode in between, after which it is made anew; the next
+    one ends the rank (docs/environments.md)."""
     clip_rewards: Literal["auto", "sign", "none"] = setting("auto", changes="view")
     """Rewards that the learner sees: the sign of each [DQN] or the reward itself. `auto`: sign for Atari, none for
     others. Reported returns are never clipped."""
