@@ -137,7 +137,7 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
 
 def test_gorilas_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train twice, and make the table of the games."""
-    gorila, fast, *_ = (line for line in commands(GORILA, "./launch/train.sh") if "gorila" in line)
+    fast, gorila, *_ = (line.replace("pala ", "python -m pala ", 1) for line in commands(GORILA, "pala train"))
     fast, gorila = fast.replace("-n 2", "-n 1"), gorila.replace("-n 4", "-n 2")
     for command, folder, episodes in ((fast, "fast", 0), (gorila, "games", 2)):
         few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes {episodes} --run.dir {tmp_path / folder}"

@@ -41,7 +41,7 @@ class Learner(Loop):
     def __init__(self, agent: A2CAgent, exchange: ModelExchange, interrupt: Interrupt) -> None:
         super().__init__(agent, exchange, interrupt)
         self._config, self._rank = agent.config, agent.rank
-        self._envs, self._a2c = agent.envs, agent.a2c
+        self._a2c = agent.a2c
         self._tape, self._flat = agent.a2c.tape, agent.a2c.flat
         self._normalization = agent.a2c.normalization
         self._means, self._logged = Means(), self.began_with  # of the interval; what was done before it
@@ -129,8 +129,9 @@ class Learner(Loop):
                 rollout.policy_outputs.append(policy_output)
                 rollout.values.append(value.squeeze(-1))
                 rollout.actions.append(actions)
-                rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
-                rollout.rewards.append(self._rewards(step, rollout.ended[-1]))
+                ended = step.terminated | step.truncated | step.failed
+                rollout.ended.append(self._to_device(ended.astype(np.float32)))
+                rollout.rewards.append(self._rewards(step, rollout.ended[-1], rollout.values[-1]))
                 self.observations = self._to_device(step.observations)
             for episode in step.episodes:
                 self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | episode.record())
@@ -141,15 +142,22 @@ class Learner(Loop):
         with self._watch.section("inference"):
             return rollout, self._value(self.observations)
 
-    def _rewards(self, step: Step, ended_B: Tensor) -> Tensor:
+    def _rewards(self, step: Step, ended_B: Tensor, values_B: Tensor) -> Tensor:
         """Return the rewards [B]; where a time limit cut the episode, add the discounted value of what would have
-        followed."""
+        followed.
+
+        Where an environment failed, return V of the observation before: the step then has an advantage of exactly 0,
+        moves nothing but the entropy, and what came before it is bootstrapped by that V.
+        """
         rewards_B = self._to_device(step.rewards)
         if self._normalization is not None:
             rewards_B = self._normalization.rewards(rewards_B, ended_B)
         if step.truncated.any():
             value = self._value(self._to_device(step.final_observations))
             rewards_B[self._to_device(step.truncated)] += self._config.a2c.gamma * value
+        if step.failed.any():
+            failed_B = self._to_device(step.failed)
+            rewards_B[failed_B] = values_B[failed_B].to(rewards_B.dtype)
         return rewards_B
 
     def _value(self, observations: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ class EnvConfig:
     """Other than Atari: step the environments in this process, or each in a (spawned) process of its own. With `async`
     a script calls `pala.fit` or `pala.evaluate_policy` below `if __name__ == "__main__":`, because each process
     imports the script."""
+    restarts: int = setting(3, between=(0, 1e6), decides="nothing", changes="nothing")
+    """Failures of one environment in a row, without a whole episode in between, after which it is made anew; the next
+    one ends the rank (docs/environments.md)."""
     clip_rewards: Literal["auto", "sign", "none"] = setting("auto", changes="view")
     """Rewards that the learner sees: the sign of each [DQN] or the reward itself. `auto`: sign for Atari, none for
     others. Reported returns are never clipped."""
@@ -48,7 +51,7 @@ class EnvConfig:
     normalize_rewards: bool = False
     """Show the learner rewards over the running deviation of the discounted return. A2C only."""
     image_layout: Literal["auto", "channels_first", "channels_last"] = setting("auto", games="others")
-    """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/environments.md)."""
+    """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/spaces.md)."""
     terminal_on_life_loss: bool = setting(True, games="atari", changes="view")
     """Atari: a lost life ends the return in training, though the game continues [GALA]. Reports count whole games."""
     frame_skip: int = setting(4, between=(1, 1000), games="atari")
@@ -85,7 +88,7 @@ Precision = Literal["float32", "bfloat16", "auto"]
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The network of either algorithm. Images get convolutions, vectors an MLP (docs/environments.md)."""
+    """The network of either algorithm. Images get convolutions, vectors an MLP (docs/spaces.md)."""
 
     conv_channels: tuple[int, int, int] = setting((32, 64, 32), between=(1, 1e6), own_network=False)
     """Channels of the three convolutions, 8x8/4, 4x4/2, 3x3/1 [GALA: 32, 64, 32; DQN: 32, 64, 64]; of images under
