@@ -62,7 +62,7 @@ def test_plain_ones_are_not_found() -> None:
 
 USERS_PAGES = """
     running learning exchanges how_gossip_works glossary coming_from
-    python own_network library doctor trackers run_folder
+    python own_network library library_faults doctor trackers run_folder
 """
 PAGES = [REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{name}.md" for name in USERS_PAGES.split())]
 MOST_WORDS = 30
