@@ -1207,7 +1207,7 @@ def test_a_run_by_fit_says_what_made_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_blocks", "num_runs"), [("python", 7, 4), ("own_network", 2, 1), ("coming_from", 2, 2)]
+    ("name", "num_blocks", "num_runs"), [("python", 6, 4), ("own_network", 2, 1), ("coming_from", 2, 2)]
 )
 def test_the_page_as_written(name: str, num_blocks: int, num_runs: int, one_rank: Any, tmp_path: Path) -> None:
     page = PAGE.with_name(f"{name}.md")
