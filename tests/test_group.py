@@ -192,7 +192,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"compression": "top_k"},
     {"mixing": "paired", "exchanges_per_update": 3},
     {"max_staleness": 0},
-    {"topology": "complete"},
+    {"topology": "complete", "mixing": "uniform"},
 ]
 
 
