@@ -30,8 +30,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, Renewed, failure_of, seed_after
-from pala.envs.interface import Checked
+from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
 from pala.envs.spaces import Inputs, inputs_of
 from pala.envs.wrappers import wrapped
 from pala.system.errors import PalaError, nearest, reason
@@ -359,6 +358,8 @@ class _Factory:
 
     def __call__(self, in_a_row: int = 0) -> gymnasium.Env:
         """Make an environment in whose place others are made as they fail; `in_a_row` others have failed before it."""
+        from pala.envs.renewed import Renewed  # not loaded for Atari
+
         return Renewed(self, self._restarts, in_a_row)
 
     def make(self) -> gymnasium.Env:
@@ -392,6 +393,8 @@ class _Factory:
                 f"{spaces}."
             )
         self.inputs = inputs = inputs_of(env.observation_space, self._layout)
+        from pala.envs.interface import Checked
+
         env = Checked(env, self.name)
         if not inputs.is_identity:
             env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
