@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 from pala.comm.mapped_file import share
+from pala.comm.roll_call import RollCall
 from pala.comm.ulfm import Barrier, MpiDeaths, is_death
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
@@ -78,12 +79,13 @@ class MpiCommunicator(Communicator):
         self.size = comm.size
         self.host = MPI.Get_processor_name()
         self._interrupt = Interrupt()
+        self._roll_call = RollCall(comm)
 
     def watch_signals(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt
 
     def barrier(self) -> None:
-        wait_asleep(self.mpi.Ibarrier().Test, None, self._interrupt)
+        wait_asleep(self.mpi.Ibarrier().Test, None, self._interrupt, wait=self._roll_call.wait())
 
     def allgather(self, value: T) -> list[T]:
         self.barrier()

@@ -25,7 +25,7 @@ from pala.system.waiting import wait_asleep
 if TYPE_CHECKING:
     from pala.comm.mpi import MpiCommunicator
 
-_had_spares = False
+_had_spares = _has_checked_reach = False
 _FINALIZE_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, or a share of it
 _ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
@@ -75,7 +75,23 @@ def start_mpi() -> MpiCommunicator:
         raise CollectiveError(_apart(ranks, library) if by_srun else _mixed(ranks, library))
     from pala.comm.mpi import MpiCommunicator
 
-    return MpiCommunicator(MPI.COMM_WORLD)
+    comm = MpiCommunicator(MPI.COMM_WORLD)
+    _check_reach_once(comm)
+    return comm
+
+
+def _check_reach_once(comm: MpiCommunicator) -> None:
+    """End the job if its hosts do not reach each other. Collective."""
+    global _has_checked_reach
+    if _has_checked_reach:
+        return
+    from pala.comm.reach import check_reach
+
+    try:
+        check_reach(comm)
+    except EndError as error:
+        abort(comm, error)
+    _has_checked_reach = True
 
 
 def _finalize_at_exit() -> None:
