@@ -1,8 +1,10 @@
-"""The start of a job: hosts that do not reach each other, and who is waited for."""
+"""The start of a job: hosts that do not reach each other, who is waited for, and a launcher that is not there."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,48 @@ def test_who_waits_for_long_says_for_whom(mpi: Launcher, tmp_path: Path) -> None
     assert job.status == 0, job.output
     said = [line for line in job.output.splitlines() if "has waited" in line]
     assert said == ["[rank 0] has waited 1 s for rank 2.", "[rank 1] has waited 1 s for rank 0."]
+
+
+INHERITED = """
+import os, subprocess, sys
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    print(subprocess.run([sys.executable, "-m", *sys.argv[1:]], capture_output=True, text=True, timeout=60))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("module", ["pala.train", pytest.param("pala.doctor", marks=pytest.mark.slow)])
+def test_a_program_that_a_rank_starts_is_refused(module: str, mpi: Launcher, tmp_path: Path) -> None:
+    """With the rank's variables it waited for ever."""
+    job = mpi.script(2, INHERITED, tmp_path, module)
+    assert job.status == 0 and "a rank of an MPI job (process " in job.output, job.output
+    assert f"returncode={1 if module == 'pala.doctor' else 2}" in job.output
+
+
+LEFT_OVER = {
+    "Open MPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+    "PMI": {"PMI_RANK": "1", "PMI_SIZE": "2"},
+    "Slurm": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+    "a rank alone": {"OMPI_COMM_WORLD_RANK": "1"},
+    "PMIx": {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "PMIX_SERVER_URI4": "prterun@0.0;tcp4://127.0.0.1:1"},
+}
+
+
+@pytest.mark.parametrize("launcher", LEFT_OVER)
+def test_variables_of_a_launcher_that_is_gone_are_named(launcher: str, tmp_path: Path) -> None:
+    """Rank 1 of them ended without a word."""
+    variables = LEFT_OVER[launcher]
+    command = [sys.executable, "-m", "pala.train", *CARTPOLE]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"`unset {' '.join(sorted(variables))}`" in done.stderr
+
+
+def test_the_doctor_names_what_a_launcher_has_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pala.doctor"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | LEFT_OVER["PMI"], capture_output=True, text=True)
+    assert done.returncode == 1 and "Remove them: `unset PMI_RANK" in " ".join(done.stdout.split())
 
 
 @pytest.mark.slow

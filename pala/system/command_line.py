@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import tyro
 
 from pala.system.errors import PalaError, closest, nearest, reason
-from pala.system.launcher import Launch
+from pala.system.launcher import speaks
 from pala.system.output import log, print_result
 
 C = TypeVar("C")
@@ -35,7 +35,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
             return tyro.cli(type(default), args=arguments, default=default, prog=_called(program))
     except SystemExit as exit_:
         if not exit_.code:  # --help
-            if Launch.detect().rank == 0:
+            if speaks():
                 print_result(printed.getvalue().rstrip("\n"))
             raise
         unknown = _unknown(arguments, default)

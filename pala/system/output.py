@@ -10,7 +10,7 @@ from functools import cache
 from types import TracebackType
 
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.launcher import Launch
+from pala.system.launcher import Launch, speaks
 
 SUPERVISED, ANNOUNCEMENT = "PALA_SUPERVISED", "pala-announcement:"
 
@@ -74,12 +74,12 @@ def printable(message: str) -> str:
 def one_sentence_for_mistakes() -> None:
     """Print only the error message, without a traceback, for a PalaError that is not caught from now on. One that all
     ranks raise is printed by rank 0 alone."""
-    before, rank = sys.excepthook, Launch.detect().rank
+    before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not isinstance(error, PalaError):
             before(kind, error, traceback)
-        elif rank == 0 or not isinstance(error, CollectiveError):
+        elif not isinstance(error, CollectiveError) or speaks():
             log(f"pala: error: {error}")
 
     sys.excepthook = hook
