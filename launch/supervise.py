@@ -11,10 +11,10 @@ explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's deat
 Whether the run is complete is read in its `run.json`; mpirun's exit status can be 0 when a host was lost. A host that
 does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
 of the user's, after SIGTERM, SIGUSR1, ^C or a closed terminal (the job is told to write its checkpoint and end; another
-^C is passed to mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose
-ranks outlive mpirun is waited for: the run's folder is locked as long as one of them lives. An mpirun that outlives its
-ranks by three minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder;
-of runs without a name that begin in the same second, each gets a name of its own.
+^C is passed to mpirun as it is), when all ranks were told to leave, or when two restarts one after the other brought no
+newer checkpoint. A job whose ranks outlive mpirun is waited for: the run's folder is locked as long as one of them
+lives. An mpirun that outlives its ranks by three minutes is ended. A run has one supervisor at a time, which locks
+`.NAME.supervisor` beside its folder; of runs without a name that begin in the same second, each gets a name of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import signal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a job begins there is nothing to end, nor to tell
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for one rank, which then leaves
 
 import argparse
 import os
@@ -48,7 +49,7 @@ from pala.system.files import dated
 from pala.system.interrupt import LEAVE, hangup
 from pala.system.jobs import MpiJob
 from pala.system.launcher import Launch
-from pala.system.output import ANNOUNCEMENT, SUPERVISED, log
+from pala.system.output import ANNOUNCEMENT, SUPERVISED, log, open_closed_streams
 from pala.system.tables import flatten, shown
 from pala.train import Command, parse
 
@@ -80,6 +81,10 @@ def _environment(between_hosts: bool) -> dict[str, str]:
     if environment.get(policy, ":oversubscribe") == ":oversubscribe":  # good for one host; puts all ranks on the first
         environment[policy] = "slot"
     return environment
+
+
+# Until Python notes SIGUSR2, by which a rank is told to leave, that must not kill it.
+_AS_RANK = ("env", f"{SUPERVISED}=1", "sh", "-c", 'trap "" USR2; exec "$@"', "sh")
 
 
 class Host(NamedTuple):
@@ -219,6 +224,9 @@ class Supervisor:
                 times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
                 self._say(f"run '{self.run}' is complete{times}.")
                 return 0
+            if self._all_left(before):
+                self._say(f"all ranks were told to leave ({LEAVE.name}), so the run is stopped: not restarted.")
+                return 128 + LEAVE
             # What has trained with these settings once cannot be a mistake of the user's: a full disk, say.
             if status == 2 and self._said_mistake and run_folder.num_segments(self.run) == before and not has_trained:
                 self._say("the job ended with status 2 before it trained: not restarted.")
@@ -266,7 +274,7 @@ class Supervisor:
         self._only_notes_signals = True
         arrivals, segments = Arrivals(ranks), run_folder.num_segments(self.run)
         self._job = MpiJob(
-            [*self.mpirun, *placed, "env", f"{SUPERVISED}=1", sys.executable, "-m", "pala.train", *arguments],
+            [*self.mpirun, *placed, *_AS_RANK, sys.executable, "-m", "pala.train", *arguments],
             _environment(between_hosts=bool(hosts)),
             stderr=subprocess.PIPE,
         )
@@ -369,6 +377,14 @@ class Supervisor:
         """Return True if the run's record says so and has an entry of the last job: an earlier one may have completed
         it."""
         return run_folder.num_segments(self.run) > segments_before and bool(run_folder.read(self.run)["completed"])
+
+    def _all_left(self, segments_before: int) -> bool:
+        """Return True if the last job ended because nobody was left who was not told to leave: a stop, as by a
+        signal."""
+        if run_folder.num_segments(self.run) <= segments_before:
+            return False
+        last = run_folder.read(self.run)["segments"][-1]
+        return last.get("status") == "stopped" and last.get("signal") == LEAVE.name
 
     def _is_done(self) -> bool:
         """Return True if an earlier job has left nothing to do: no steps, and no evaluation or learning curve that was
@@ -596,6 +612,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> NoReturn:
     """Supervise one run; the exit status is 0 only if it is complete."""
+    open_closed_streams()
     try:
         supervisor = Supervisor(*read_options(sys.argv[1:]))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, *hangup(), LEAVE):

@@ -105,6 +105,22 @@ def test_after_a_signal_the_status_is_0_only_if_the_run_is_complete(
     assert f"after {number.name}; the run is {'' if trained else 'not '}complete" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("told", "status"), [("SIGUSR2", 140), ("SIGTERM", 1)])
+def test_a_job_whose_ranks_were_all_told_to_leave_is_not_restarted(
+    there: Path, capsys: pytest.CaptureFixture[str], told: str, status: int
+) -> None:
+    """Its machine is wanted back; a scheduler's signal that ranks alone have heard means no such thing."""
+
+    def left(of: Scripted) -> int:
+        attempt(100 * (1 + run_folder.num_segments(of.run)), 0)(of)
+        run_folder.RunRecord.take_over(of.run).end("stopped", signal=told)
+        return 140
+
+    supervisor = Scripted(["--run.name", "r", "--restarts", "2"], [left])
+    assert supervisor.supervise() == status and len(supervisor.told) == (1 if told == "SIGUSR2" else 3)
+    assert ("all ranks were told to leave (SIGUSR2)" in capsys.readouterr().err) == (told == "SIGUSR2")
+
+
 @pytest.mark.parametrize(
     ("evaluation", "was_complete", "goes_on", "status"),
     [

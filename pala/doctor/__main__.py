@@ -33,7 +33,7 @@ from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_json
 from pala.system.launcher import Launch, can_survive, die_with_launcher, left_over, speaks
-from pala.system.output import log, print_result
+from pala.system.output import log, open_closed_streams, print_result
 from pala.system.resources import prepare
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Command:
 
 def main() -> None:
     """Run `python -m pala.doctor` on a rank."""
+    open_closed_streams()
     try:
         _advise()
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ facts ──▶ MPI ──▶ request ──▶ job (ranks, cores) ──▶ thr
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from pala.job.job import Job
 from pala.job.request import Request, Result
 from pala.run.provenance import provenance
 from pala.system.errors import CollectiveError
-from pala.system.interrupt import Interrupt
+from pala.system.interrupt import Interrupt, note_leave
 from pala.system.launcher import Launch, die_with_launcher
 from pala.system.output import log, notify_supervisor, one_sentence_for_mistakes, print_result
 from pala.system.resources import prepare
@@ -61,6 +62,8 @@ def program() -> Iterator[MpiCommunicator]:
 def script() -> Iterator[MpiCommunicator]:
     """Start MPI for a script of the user's, if it has not, and give it all ranks. An error inside the block is raised;
     but with several ranks one that is this rank's own ends the process as `abort` does."""
+    if threading.current_thread() is threading.main_thread():
+        note_leave()
     facts()
     one_sentence_for_mistakes()
     comm = start_mpi()

@@ -16,7 +16,7 @@ import tyro
 
 from pala.system.errors import PalaError, closest, nearest, reason
 from pala.system.launcher import speaks
-from pala.system.output import log, print_result
+from pala.system.output import log, open_closed_streams, print_result
 
 C = TypeVar("C")
 _TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
@@ -137,6 +137,7 @@ def exit_on_mistake(*mistakes: type[Exception]) -> Iterator[None]:
     """End a program that uses no MPI with status 2 after a PalaError, or one of `mistakes`, and print its message. ^C
     ends it with status 130. Neither leaves a traceback."""
     expected: tuple[type[Exception], ...] = (PalaError, *mistakes)
+    open_closed_streams()
     try:
         yield
     except expected as error:

@@ -23,6 +23,19 @@ def notify_supervisor(stage: str) -> None:
         log(f"{ANNOUNCEMENT} {stage} {Launch.detect().rank}")
 
 
+def open_closed_streams() -> None:
+    """Open what this process was started without (`<&-`, `2>&-`) to nowhere. The next file would get that number, and
+    what is meant for standard error would go there."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", closefd=False, encoding="utf-8"))
+
+
 _divert: Callable[[str], bool] | None = None
 
 
