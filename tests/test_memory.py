@@ -284,7 +284,8 @@ def test_the_others_go_on_when_ranks_leave(
     states = job.states()
     # Unlike that of the dead, all of their work is counted.
     assert job.segment["global_steps"] == sum(saved_steps(states)) >= 1200
-    assert [saved_steps(states)[rank] for rank in left] == [5 * BATCH] * len(left)
+    # It leaves when another has said that it has a model: after the next update or two.
+    assert all(5 * BATCH < saved_steps(states)[rank] < 20 * BATCH for rank in left)
     assert job.total("waits_given_up") == 0 and "has died" not in capsys.readouterr().err
     resumed = job.resume(4, steps=1600)
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
@@ -460,7 +461,9 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, m
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
     job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
-    assert saved_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(saved_steps(job.states()))
+    assert 5 * BATCH < saved_steps(job.states())[0] < 20 * BATCH and job.segment["global_steps"] == sum(
+        saved_steps(job.states())
+    )
     others = job.states()[1:]
     policy = torch.cat([tensor.flatten() for tensor in job.policy.values()])
     assert math.isclose(float(policy.norm()), float(parameters(others).mean(0).norm()), rel_tol=1e-3)

@@ -245,7 +245,7 @@ def test_who_has_the_only_model_leaves_when_a_spare_has_one_too(
         return leave(exchange)
 
     monkeypatch.setattr(GossipExchange, "leave", leave_as_the_spare_joins)
-    on_count = stop_when(2, updates=5, also=leave_at(0, update=8))
+    on_count = stop_when(2, updates=5, also=leave_at(0, update=5))
     job = train(3, with_spares(tmp_path, spares=1, mixing=mixing), [fail_at(1, update=5)], on_count=on_count)
     assert stopped_well(job, but_for=[0, 1]) and job.results[0].status == "left"
     assert ranks_in(job, "left_ranks") == [0] and ranks_in(job, "joined_ranks") == [2]
