@@ -173,6 +173,7 @@ class Supervisor:
         self._job: MpiJob | None = None
         self._probes: list[MpiJob] = []  # of hosts
         self._said_mistake = False
+        self._saw_record = False  # of the run, while a job trained
         self._only_notes_signals = False  # if no job runs; else one ends this process
         self._signal: int | None = None
 
@@ -324,7 +325,12 @@ class Supervisor:
 
     def _end_if_it_does_not_end(self, job: MpiJob, watch: EndWatch) -> None:
         """Wait for mpirun's end, and end it if it outlives its ranks."""
-        if job.outlives_its_ranks(watch.is_over):
+
+        def is_over() -> bool:
+            self._saw_record |= self._has_record()
+            return watch.is_over()
+
+        if job.outlives_its_ranks(is_over):
             self._say(f"no rank has lived for {LINGER_S:g} s, but mpirun has not ended: it is ended.")
             self._end(job)
 
@@ -466,6 +472,8 @@ class Supervisor:
         go_on = f"go on with `--resume {shlex.quote(str(self.run))}`"
         if not self._has_record():
             go_on = "give the same command again; nothing was trained"
+            if self._saw_record:
+                go_on = "put its folder back, which was deleted while it trained, or begin anew by the same command"
         self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
         return 1
 

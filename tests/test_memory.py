@@ -1058,6 +1058,38 @@ def test_a_file_that_cannot_be_written_at_the_end_is_an_error_of_its_own(
     assert isinstance(error, SaveError) and reason(error).startswith("Permission denied ('")
 
 
+def test_a_record_that_who_takes_the_lead_cannot_write_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once ended in a traceback."""
+
+    def fail(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if updates == 10:
+            monkeypatch.setattr(run_folder, "write_json", fail)
+
+    error = train(2, configure(tmp_path), [fail_at(0, update=10)], on_count=on_count).results[1]
+    assert isinstance(error, SaveError) and reason(error).startswith("Permission denied ('")
+
+
+def test_a_run_whose_folder_is_deleted_says_that_nothing_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said that the checkpoint before was."""
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        if updates == 10:
+            shutil.rmtree(tmp_path / "r")
+
+    (error,) = train(1, configure(tmp_path), on_count=on_count).results
+    said = capsys.readouterr().err
+    assert f"Run folder '{tmp_path / 'r'}' was deleted, and all that was kept of this run with it" in said
+    assert isinstance(error, OSError) and "The one before is kept" not in said
+
+
 @pytest.mark.parametrize("kind", slow_but_for(COUPLED, "gossip"))
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_cannot_save_at_a_stop_keeps_no_other_from_it(

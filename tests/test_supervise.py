@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,24 @@ def test_after_a_signal_the_status_is_0_only_if_the_run_is_complete(
 
     assert Scripted(["--run.name", "r"], [told_to_end]).supervise() == (0 if trained else 128 + number)
     assert f"after {number.name}; the run is {'' if trained else 'not '}complete" in capsys.readouterr().err
+
+
+def test_a_run_whose_folder_is_deleted_was_trained(
+    there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that nothing was."""
+    monkeypatch.setattr(jobs, "LOOK_S", 0.05)
+
+    def deleted(of: Scripted) -> int:
+        attempt(100, 1)(of)
+        with job_of("sleep", "0.4") as job:
+            of._end_if_it_does_not_end(job, EndWatch(of.run, 0))
+        shutil.rmtree(of.run)
+        return 1
+
+    assert Scripted(["--run.name", "r", "--restarts", "0"], [deleted]).supervise() == 1
+    said = capsys.readouterr().err
+    assert "put its folder back, which was deleted while it trained" in said and "nothing was trained" not in said
 
 
 @pytest.mark.parametrize(("told", "status"), [("SIGUSR2", 140), ("SIGTERM", 1)])
