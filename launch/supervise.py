@@ -57,6 +57,7 @@ _LONGEST_PAUSE_S = 300.0
 _PROBE_S = 60.0  # for a host to start one process
 _LEFT_OVER_S = 150.0  # for ranks to end after their mpirun; NFS often holds a dead host's lock for 90 s
 _ARRIVAL_S = 1.0  # between two looks at a job whose ranks are coming up
+_SAY_WHO_S = 20.0  # until ranks that are not up are named
 _DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
 _FUTILE_RESTARTS = 2
 _ANNOUNCED = re.compile(re.escape(ANNOUNCEMENT) + r" (begun|up) (\d+)")
@@ -305,8 +306,12 @@ class Supervisor:
         signal that comes before it has started them. A job that has made its entry in the run's record has started,
         whatever became of the announcements."""
         latest_s = time.monotonic() + self.start_timeout_s
+        say_s = time.monotonic() + _SAY_WHO_S
         while not arrivals.all_up and job.wait(_ARRIVAL_S) is None:
             is_late = time.monotonic() > latest_s
+            if time.monotonic() > say_s and not is_late:
+                say_s += 2 * _SAY_WHO_S
+                self._say(f"the job still starts: so far {arrivals.missing()}.")
             if self._signal is None and not is_late:
                 continue
             if run_folder.num_segments(self.run) > segments:

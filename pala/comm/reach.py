@@ -20,7 +20,6 @@ from mpi4py import MPI
 
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
-from pala.system.launcher import Launch
 from pala.system.output import log
 from pala.system.waiting import LongWait, wait_asleep
 
@@ -37,10 +36,8 @@ _GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1  # netdevice(7)
 
 
 def check_reach(comm: MpiCommunicator) -> None:
-    """Raise EndError if hosts do not reach each other, with the network's name if an address is on two of them. Does
-    nothing on one host. Collective."""
-    if Launch.detect().local_size == comm.size:
-        return
+    """Raise EndError if hosts do not reach each other, with the network's name if an address is on two of them.
+    Collective."""
     _publish(comm)
     hosts = _hosts(comm)
     first = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]

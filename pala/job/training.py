@@ -109,6 +109,8 @@ class Training:
         first_step_s = round(process_age_s() if began_s is None else time.perf_counter() - began_s, 2)
         run.note_later(message_bytes=exchange.message_bytes, seconds_to_first_step=first_step_s)
 
+        self._job.notes.end()
+
         def on_interval(records: list[Record]) -> None:
             with traced(exchange.trace, "metrics"):
                 run.write(records)
