@@ -502,18 +502,26 @@ def survivable(mpirun: str) -> list[str]:
 
 
 def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
-    """Read `name:slots,name:slots`, or a file in Open MPI's or MPICH's form: `name slots=4` or `name:4`, one a line."""
+    """Read `name:slots,user@name:slots`, or a file in Open MPI's or MPICH's form, one a line: `name slots=4`,
+    `name:4`."""
     if host is not None and hostfile is not None:
         raise PalaError("Give '--host' or '--hostfile', not both.")
     source = f"host file '{hostfile}'" if hostfile else "'--host'"
     try:
-        text = hostfile.read_text(encoding="utf-8") if hostfile else (host or "").replace(",", "\n")
+        text = hostfile.read_text(encoding="utf-8-sig") if hostfile else (host or "").replace(",", "\n")
     except (OSError, ValueError) as error:
         raise PalaError(f"Host file '{hostfile}' cannot be read: {reason(error)}.") from None
     hosts: dict[str, int] = {}
     for line in text.splitlines():
         words = line.split("#")[0].strip()
-        match = re.fullmatch(r"([\w.\-]+)(?::(\d+)|(?:\s+\w+=\w+)*?\s+slots=(\d+))?(?:\s+\w+=\w+)*", words)
+        match = re.fullmatch(
+            r"((?:[\w.\-]+@)?[\w.\-]+)(?::(\d+)|(?:\s+\w+=\w+)*?\s+slots=(\d+))?(?:\s+\w+=\w+)*", words
+        )
+        if match is None and re.match(r"\[|\S*:\S*:", words):
+            raise PalaError(
+                f"In {source}, '{words}' is an IPv6 address, which mpirun does not take: write the host's name, as "
+                "/etc/hosts or DNS has it."
+            )
         if words and match is None:
             raise PalaError(f"In {source}, '{words}' is no host; write 'name:4' for one that takes 4 ranks.")
         if match is not None:

@@ -789,6 +789,7 @@ def test_a_signal_between_the_jobs_end_and_the_look_at_its_record_does_not_lose_
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
+        ("me@a:2,b:1", [("me@a", 2), ("b", 1)]), ("\ufeffa:2", [("a", 2)]), ("me@n slots=2\n", [("me@n", 2)]),
         ("a:2,b:1", [("a", 2), ("b", 1)]), ("10.0.0.1", [("10.0.0.1", 1)]), ("a,b,a", [("a", 2), ("b", 1)]),
         ("# of mine\nn-1 slots=4 max_slots=8\n\nn-2:3 # fast\nn_3\n", [("n-1", 4), ("n-2", 3), ("n_3", 1)]),
     ],
@@ -797,7 +798,7 @@ def test_hosts_are_read_from_the_line_or_a_file(text: str, hosts: list[tuple[str
     file = tmp_path / "hosts"
     file.write_text(text.replace(",", "\n"))
     assert read_hosts(None, file) == [Host(*host) for host in hosts]
-    if "\n" not in text:
+    if "\n" not in text and not text.startswith("\ufeff"):
         assert read_hosts(text, None) == [Host(*host) for host in hosts]
 
 
@@ -808,6 +809,8 @@ def test_hosts_are_read_from_the_line_or_a_file(text: str, hosts: list[tuple[str
         (["--host", "a:2,b", "-n", "3", "--spares", "1"], "'-n 3' and 1 spare is more than the hosts take, 3"),
         (["--spares", "1", "--exchange.kind", "allreduce"], "no rank can take another's place"),
         (["--host", "a:1", "--spares", "1"], "'--spares' is 1, but the hosts take 1 ranks in all"),
+        (["--host", "::1"], "'::1' is an IPv6 address, which mpirun does not take"),
+        (["--host", "[fe80::1]:4"], "is an IPv6 address"), (["--host", "@a"], "'@a' is no host"),
         (["--host", "a b"], "'a b' is no host"), (["--host", ""], "there is no host"),
         (["--host", "a:0"], "that takes no rank"), (["--hostfile", "nowhere"], "Host file 'nowhere' cannot be read"),
         (["--host", "a", "--hostfile", "b"], "not both"), (["missing.toml"], "Preset 'missing.toml' does not exist"),

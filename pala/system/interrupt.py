@@ -94,6 +94,15 @@ def note_leave() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [LEAVE])  # blocked, perhaps, by what started the launcher
 
 
+def note_on_thread() -> None:
+    """Say, where this is not the main thread, which alone may catch signals, what they do to training."""
+    if threading.current_thread() is not threading.main_thread():
+        log(
+            "Training runs in a thread, which hears no signals: SIGTERM ends the process without a checkpoint. Train in "
+            "the main thread; or catch the signal there, and have `on_update` return False, which ends training."
+        )
+
+
 def _take_early_leave() -> bool:
     global _told_early
     told, _told_early = _told_early, False
