@@ -98,8 +98,8 @@ def note_on_thread() -> None:
     """Say, where this is not the main thread, which alone may catch signals, what they do to training."""
     if threading.current_thread() is not threading.main_thread():
         log(
-            "Training runs in a thread, which hears no signals: SIGTERM ends the process without a checkpoint. Train in "
-            "the main thread; or catch the signal there, and have `on_update` return False, which ends training."
+            "Training runs in a thread, which hears no signals: SIGTERM ends the process without a checkpoint. Train "
+            "in the main thread; or catch the signal there, and have `on_update` return False, which ends training."
         )
 
 
