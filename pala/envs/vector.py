@@ -507,7 +507,15 @@ def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
         raise PalaError(
             f"'env.id' is '{env_id}': write `Id-v0`, `module:Id-v0` or `Id-v0(key=value)`, with plain values."
         ) from None
-    return gymnasium.make(checked_id(name), **(arguments | more))
+    try:
+        return gymnasium.make(checked_id(name), **(arguments | more))
+    except gymnasium.error.DependencyNotInstalled as error:  # which Gymnasium says of what does not load, too
+        cause = error.__cause__
+        if isinstance(cause, ImportError) and not isinstance(cause, ModuleNotFoundError):
+            raise PalaError(
+                f"'env.id' is '{env_id}', whose package is installed, but does not load: {cause}."
+            ) from None
+        raise
 
 
 def atari_rom(env_id: str) -> str:
