@@ -185,7 +185,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {},
+    {"mixing": "uniform"},
     {"mixing": "paired"},
     {"mixing": "push_sum", "topology": "exponential"},
     {"compression": "bfloat16", "mixing": "paired"},

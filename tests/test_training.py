@@ -50,8 +50,8 @@ def test_topologies_and_mixings_under_mpi(standing: StandingRanks, topology: str
 def test_complete_uniform_lockstep_keeps_models_close(standing: StandingRanks, tmp_path: Path) -> None:
     """Under MPI models then stay close; that the average is exact is tested in test_protocol, without float noise."""
     done = standing.train(
-        3, *CARTPOLE, "--total-steps", "3000", "--run.name", "r", "--exchange.topology", "complete", "--exchange.mixing", "uniform",
-        "--exchange.max-staleness", "0", "--exchange.patience-s", "300", cwd=tmp_path,
+        3, *CARTPOLE, "--total-steps", "3000", "--run.name", "r", "--exchange.topology", "complete",
+        "--exchange.mixing", "uniform", "--exchange.max-staleness", "0", "--exchange.patience-s", "300", cwd=tmp_path,
     )  # fmt: skip
     assert done.status == 0, done.output
     distances = [record["consensus_distance_relative"] for record in all_intervals(tmp_path / "runs/r")]
