@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -142,7 +143,7 @@ class _Memory(GroupMemory):
     def _announce(self, row: np.ndarray, column: int, value: int) -> None:
         if row[column] != value:
             places = [str(rank) for rank, own in enumerate(self._members) if np.shares_memory(row, own)]
-            self.announced.append((*(places or ["head"]), column, int(value)))
+            self.announced.append(("head" if row is self._head else places[0], column, int(value)))
 
     def make_seen(self, row: str, column: int, value: int) -> None:
         """Let the others see what was announced."""
@@ -326,11 +327,11 @@ class Group:
         """Yield what can happen."""
         for r, rank in enumerate(state.ranks):
             if rank.announces:
-                yield Event(f"{r}'s word is seen", lambda r=r: self._is_seen(state, r))
+                yield Event(f"{r}'s word is seen", partial(self._is_seen, state, r))
             elif rank.phase in _AT_WORK:
-                yield Event(f"{r} {rank.phase.name.lower()}", lambda r=r: self._step(state, r, mixes=False))
+                yield Event(f"{r} {rank.phase.name.lower()}", partial(self._step, state, r, mixes=False))
                 if rank.phase is Phase.WAITS_FOR_MODEL:
-                    yield Event(f"{r} mixes, if it leads", lambda r=r: self._step(state, r, mixes=True))
+                    yield Event(f"{r} mixes, if it leads", partial(self._step, state, r, mixes=True))
             if rank.phase in _AT_WORK:
                 yield from self._hears(state, r)
             if rank.phase is not Phase.DEAD and state.faults < self.case.most_faults:
@@ -340,35 +341,35 @@ class Group:
         """Yield what this rank may be told of by its data proxy."""
 
         def hears(what: str, tell: Callable[[StepBudget], None]) -> Event:
-            return Event(f"{r} hears {what}", lambda: self._told(state, r, tell))
+            return Event(f"{r} hears {what}", partial(self._told, state, r, tell))
 
         knows = state.ranks[r].values
         for other, rank in enumerate(state.ranks):
             if rank.phase is Phase.DEAD and other in knows.present:
-                yield hears(f"that {other} is dead", lambda budget, other=other: budget.peer_died(other))
+                yield hears(f"that {other} is dead", partial(StepBudget.peer_died, peer=other))
             if rank.phase is Phase.LEFT and other not in knows.left:
-                yield hears(f"that {other} has left", lambda budget, other=other: budget.rank_left(other))
+                yield hears(f"that {other} has left", partial(StepBudget.rank_left, rank=other))
         reasons = {rank.values.stop for rank in state.ranks} - {Stop.NONE}
         if "stop" in self.case.hears:
             reasons.add(Stop.CALLBACK)
         for reason in sorted(reasons) if knows.stop is Stop.NONE else ():
-            yield hears(f"of the end, {reason.name}", lambda budget, reason=reason: budget.stop_now(reason))
+            yield hears(f"of the end, {reason.name}", partial(StepBudget.stop_now, reason=reason))
         if "news" in self.case.hears and not knows.steps[-1]:
             steps = np.zeros(self.case.members + 1, np.uint64)
             steps[-1] = 1
-            yield hears("of another group's step", lambda budget: budget.merge(steps, Stop.NONE))
+            yield hears("of another group's step", partial(StepBudget.merge, steps_by_rank=steps, stop=Stop.NONE))
 
     def _faults(self, state: State, r: int) -> Iterator[Event]:
         faults, rank = self.case.faults, state.ranks[r]
         if "death" in faults:
-            yield Event(f"{r} dies", lambda: self._put(state, r, Rank(Phase.DEAD, _NOTHING), fault=True), True)
+            yield Event(f"{r} dies", partial(self._put, state, r, Rank(Phase.DEAD, _NOTHING), fault=True), True)
         if "signal" in faults and rank.phase in _AT_WORK and rank.values.signal is None:
-            yield Event(f"{r} gets a signal", lambda: self._do(state, r, _signal, fault=True), True)
+            yield Event(f"{r} gets a signal", partial(self._do, state, r, _signal, fault=True), True)
         if rank.phase is Phase.PLAYS and not rank.announces and rank.values.end is Stop.NONE:
             if "callback" in faults:
-                yield Event(f"{r}'s callback ends", lambda: self._do(state, r, _callback, fault=True), True)
+                yield Event(f"{r}'s callback ends", partial(self._do, state, r, _callback, fault=True), True)
             if "leave" in faults and rank.values.update > 0:
-                yield Event(f"{r} leaves", lambda: self._do(state, r, _leave, fault=True), True)
+                yield Event(f"{r} leaves", partial(self._do, state, r, _leave, fault=True), True)
 
     # ---- what comes of it ------------------------------------------------------------------------------------------
 

@@ -113,8 +113,10 @@ class Tables:
         if mode is Mode.UPDATES:
             events += [("finish", ("finish", False))] + [("nan", ("finish", True))] * ("nan" in f)
             events += [("step", ("step",))] * (self.case.exchanges_per_update > 1)
-            if "leave" in f and len(s.living) > 1 and not any(snapshot.to for snapshot in frozen.snapshots):
-                events.append(("leave", ("leave",)))
+        if mode in (Mode.FOLLOWS, Mode.UPDATES) and "leave" in f and len(s.living) > 1:
+            events += [("leave", ("leave",))] * (not any(snapshot.to for snapshot in frozen.snapshots))
+        if mode is Mode.FOLLOWS:
+            events.append(("follow", ("follow",)))
         if mode is Mode.WAITS:
             events += [("advance", ("advance",)), ("timer", ("timer",))]
         if mode is not Mode.LEFT and s.budget.stop is Stop.NONE:

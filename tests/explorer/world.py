@@ -263,7 +263,7 @@ class World(Tables):
     def _may_leave(self, state: State, r: int, is_last: bool) -> bool:
         """Another trains, which has a model of use."""
         others = (self.mode(state, peer) for peer in range(self.n) if peer != r)
-        return not is_last and any(mode in (Mode.UPDATES, Mode.WAITS) for mode in others)
+        return not is_last and any(mode in (Mode.FOLLOWS, Mode.UPDATES, Mode.WAITS) for mode in others)
 
     def _is_quiet(self, state: State, about: list[About], r: int) -> bool:
         """Return whether nothing is on its way to or from that rank, and all that it counts on live."""
@@ -339,9 +339,10 @@ class World(Tables):
     def _symmetries(self) -> list[tuple[int, ...]]:
         """Return how ranks may change their numbers without anything being different: around the ring, as all graphs
         are the same from every rank; in the complete graph in any way, if so few that all hear of the end at once. Not
-        by the paired exchange, where the lower of two refuses; nor if messages count everybody's steps."""
+        by the paired exchange, where the lower of two refuses; nor if messages count everybody's steps, or in groups,
+        where the lowest leads."""
         n = self.n
-        if self.case.by_pairs or self.case.updates or self.case.protocol is not make_protocol:
+        if self.case.by_pairs or self.case.updates or self.case.groups or self.case.protocol is not make_protocol:
             return []
         if self.case.topology == "complete" and n <= 3:
             return list(itertools.permutations(range(n)))[1:]
