@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,6 +36,7 @@ from pala.system.text import Spread, table  # noqa: E402
 HOSTS, RANKS_PER_HOST = 2, 2
 WARM_UP_UPDATES = 12  # of a rank
 LIMIT_S = 600.0
+KEPT = ("seconds", "updates", "steps_per_s", "time", "models_mixed", "bytes_sent", "staleness_updates")  # of a rank
 EXCHANGES = {
     "none": ExchangeConfig("none"),
     "gossip": ExchangeConfig(mixing="paired"),
@@ -74,7 +76,8 @@ def measure(comm: Any, threads: int, options: argparse.Namespace) -> list[dict[s
         comm.barrier()
         records = trials[name].run(max(round(steps), WARM_UP_UPDATES * config.steps_per_update), seconds, seeds)
         until_s = min(comm.allgather(records[-1]["time_s"]))
-        return comm.allgather(figures_of(records, until_s, threads))
+        figures = figures_of(records, until_s, threads)
+        return comm.allgather({key: figures[key] for key in KEPT if key in figures})
 
     speeds = {name: speed(train(name, WARM_UP_UPDATES * config.steps_per_update * comm.size, 0.0)) for name in trials}
     rounds = []
@@ -132,6 +135,7 @@ def main() -> None:
     if options.result is not None:
         run_ranks(options)
         return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # on the way out the hosts end
     facts, rows = provenance(), []
     for rate in options.rates:
         line = {"rate": rate, "date": now_utc(), "load_1min_before": round(os.getloadavg()[0], 2)} | facts
