@@ -102,11 +102,13 @@ print(json.dumps(printed))
 
 
 def test_options_that_the_pages_give_exist() -> None:
-    """All programs in one process: most of their time is that of imports."""
-    command = [sys.executable, "-c", HELP, *options_by_program()]
+    """All programs in one process: most of their time is that of imports. `pala train -n 4` takes the options of
+    `pala.supervise` too."""
+    command = [sys.executable, "-c", HELP, *options_by_program(), "-m pala.supervise"]
     environment = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=REPOSITORY)
     printed = json.loads(done.stdout)
+    printed["-m pala.train"] += printed["-m pala.supervise"]
     for program, given in options_by_program().items():
         assert given - set(re.findall(r"--[a-z][\w.-]*", printed[program])) == set(), program
 

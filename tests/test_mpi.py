@@ -62,7 +62,8 @@ def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) ->
     )
     job = mpi.script(2, source, tmp_path)
     assert job.status != 0
-    assert "rank 1 failed" in job.output and "the planted fault" in job.output
+    assert "[rank 1] The environment 'CartPole-v1' has failed 4 times" in job.output, job.output
+    assert job.output.count("Traceback") == 1 and "RuntimeError: the planted fault (" in job.output
     assert_all_end(tmp_path)
 
 
@@ -265,7 +266,8 @@ def test_an_exception_in_a_users_own_environment_ends_the_job(any_mpi: Launcher,
     )
     job = any_mpi.script(2, source, tmp_path)
     assert job.status != 0
-    assert "rank 1 failed" in job.output and "the planted fault" in job.output
+    assert "[rank 1] The environment 'CartPole-v1' has failed 4 times" in job.output, job.output
+    assert job.output.count("Traceback") == 1 and "RuntimeError: the planted fault (" in job.output
 
 
 @pytest.mark.slow

@@ -19,16 +19,16 @@ from types import SimpleNamespace
 
 import pytest
 
-import supervise
+from pala import supervise
 from pala.config import Config, load_preset
 from pala.run import checkpoint, end_watch, run_folder
 from pala.run.end_watch import EndWatch
 from pala.run.lock import lock_folder, supervised
+from pala.supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
 from pala.system import jobs
 from pala.system.errors import PalaError
 from pala.system.jobs import MpiJob
 from pala.train import parse
-from supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
 from support import REPOSITORY
 from support.checkpoints import make_state
 from support.helpers import CARTPOLE, record_of, wait_for, write_paced

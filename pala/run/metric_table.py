@@ -55,6 +55,9 @@ METRICS = (
         "that ended in the interval and have no record: of more than 1,000 only an even sample has, so that short ones "
         "do not take gigabytes",
     ),
+    Metric("env_failures", "interval", _ALL, "", "one rank", "",
+        "times that one of its environments failed and was made anew (`env.restarts`); the episodes are left out",
+    ),
     Metric("local_steps_per_s", "interval", _ALL, "", "one rank", "steps/s",
         "speed of this rank; the sum over ranks is the speed of the job",
     ),
@@ -168,7 +171,8 @@ METRICS = (
     ),
     Metric("replay_transitions", "interval", _GORILA, "replay", "one rank", "", "transitions that can be sampled"),
     Metric("rewards_not_finite", "interval", _GORILA, "replay", "one rank", "",
-        "transitions that were left out because their reward was NaN or infinite; those before and after stay",
+        "transitions that were left out because an environment failed in them: their reward is NaN; those before and "
+        "after stay",
     ),
     Metric("minibatches_owed", "interval", _GORILA, "replay", "one rank", "",
         "minibatches that may be sampled by now and that no learner has taken",
