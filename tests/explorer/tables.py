@@ -123,6 +123,8 @@ class Tables:
                 events.append(("tell", ("tell",)))
             if s.leaves and s.may_leave and not any(snapshot.to for snapshot in frozen.snapshots):
                 events.append(("leave", ("leave",)))
+        if mode is Mode.FOLLOWS:
+            events.append(("follow", ("follow",)))
         if mode is Mode.WAITS:
             events += [("advance", ("advance",)), ("timer", ("timer",))]
         if mode is Mode.LEFT and s.budget.stop is Stop.NONE and not s.may_leave:

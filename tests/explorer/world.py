@@ -360,9 +360,10 @@ class World(Tables):
     def _symmetries(self) -> list[tuple[int, ...]]:
         """Return how ranks may change their numbers without anything being different: around the ring, as all graphs
         are the same from every rank; in the complete graph in any way, if so few that all hear of the end at once. Not
-        by the paired exchange, where the lower of two refuses; nor if messages count everybody's steps."""
+        by the paired exchange, where the lower of two refuses; nor if messages count everybody's steps, or in groups,
+        where the lowest leads."""
         n = self.n
-        if self.case.by_pairs or self.case.updates or self.case.protocol is not make_protocol:
+        if self.case.by_pairs or self.case.updates or self.case.groups or self.case.protocol is not make_protocol:
             return []
         if self.case.topology == "complete" and n <= 3:
             return list(itertools.permutations(range(n)))[1:]
