@@ -49,6 +49,7 @@ from pala.run.agent import make_generator
 from pala.run.hooks import NO_CALLBACKS, Callbacks, Moment, UserCode, asks_to_stop
 from pala.run.metrics import read_run
 from pala.system.errors import CollectiveError, PalaError
+from pala.system.interrupt import note_on_thread
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
 from support.environments import Deadly, Locked, Sparkle, Told
@@ -1182,6 +1183,16 @@ def test_fit_tells_settings_that_nothing_reads(
     one_rank(lambda: pala.fit(config, make_env=make_env))
     said = [line for line in capsys.readouterr().err.splitlines() if "nothing reads" in line]
     assert len(said) == 1 and said[0].startswith("'env.noop_max', 'gorila.num_shards': set, but nothing reads them")
+
+
+def test_fit_in_a_thread_says_that_it_hears_no_signals(
+    one_rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A SIGTERM ended it without a checkpoint and without a word."""
+    one_rank(lambda: pala.fit(configure(tmp_path, steps=40)))  # a rank of tests is a thread
+    assert capsys.readouterr().err.count("runs in a thread, which hears no signals") == 1
+    note_on_thread()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("has_started_mpi", [False, True])
