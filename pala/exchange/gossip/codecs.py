@@ -210,9 +210,14 @@ class Float32(Codec):
 
     def _move(self, parameters: Tensor, mean: Tensor, fraction: float, measure: bool) -> Tensor | None:
         """Move by parameters <- (1 - fraction) parameters + fraction mean; may change `mean`."""
-        distance = (mean - parameters).norm() if measure else None
-        parameters.lerp_(mean, fraction)
-        return distance
+        if not measure:
+            parameters.lerp_(mean, fraction)
+            return None
+        norms = []
+        for own, came in in_blocks(parameters, mean):  # all at once would need new memory for a whole model
+            norms.append((came - own).norm())
+            own.lerp_(came, fraction)
+        return torch.stack(norms).norm()
 
     def clear(self) -> None:
         self._total_weight = 0.0
