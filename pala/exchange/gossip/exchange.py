@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,10 +157,14 @@ class GossipExchange(ModelExchange):
             self.driver.end(Stop.ALL_LEAVE)
         return False
 
-    def after_update(self, steps: int, healthy: bool) -> bool:
+    def after_update(self, steps: int, healthy: bool | Callable[[], bool]) -> bool:
+        """Do as every exchange of models. `healthy` may be a function that looks at the parameters, which takes a pass
+        over them. It is called only if they may be sent or mixed now; until then they count as finite."""
         self._has_updated = True
         mixes = self.driver.counts["mixes"]
         with self.driver.lock:
+            if not isinstance(healthy, bool):
+                healthy = self.driver.protocol.is_idle(self._state) or healthy()
             self.driver.finish_update(steps, healthy)
             if not self.driver.advance():
                 self._wait()
