@@ -310,7 +310,7 @@ class Gossip:
         if self._trace is not None:
             self._trace.lap("loop")
         flat.gather()
-        if not exchange.after_update(steps, flat.is_finite) and exchange.stop is Stop.NONE:
+        if not exchange.after_unchecked_update(steps, flat.is_finite) and exchange.stop is Stop.NONE:
             raise PalaError(
                 f"[rank {self.rank}] the model is not finite, and no peer has sent one that is. Lower the "
                 "learning rate."

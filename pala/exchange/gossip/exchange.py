@@ -157,14 +157,19 @@ class GossipExchange(ModelExchange):
             self.driver.end(Stop.ALL_LEAVE)
         return False
 
-    def after_update(self, steps: int, healthy: bool | Callable[[], bool]) -> bool:
-        """Do as every exchange of models. `healthy` may be a function that looks at the parameters, which takes a pass
-        over them. It is called only if they may be sent or mixed now; until then they count as finite."""
+    def after_update(self, steps: int, healthy: bool) -> bool:
+        return self._finish_update(steps, lambda: healthy)
+
+    def after_unchecked_update(self, steps: int, is_finite: Callable[[], bool]) -> bool:
+        """Do as `after_update`, for a model that nobody has looked at. `is_finite`, which takes a pass over it, is
+        called only if the model may be sent or mixed now; until then it counts as finite."""
+        return self._finish_update(steps, lambda: self.driver.protocol.is_idle(self._state) or is_finite())
+
+    def _finish_update(self, steps: int, is_healthy: Callable[[], bool]) -> bool:
         self._has_updated = True
         mixes = self.driver.counts["mixes"]
-        with self.driver.lock:
-            if not isinstance(healthy, bool):
-                healthy = self.driver.protocol.is_idle(self._state) or healthy()
+        with self.driver.lock:  # nothing comes between the look and the exchange
+            healthy = is_healthy()
             self.driver.finish_update(steps, healthy)
             if not self.driver.advance():
                 self._wait()
