@@ -112,6 +112,21 @@ def exchange() -> str:
     return table([*head, "mixes an update", "rounds"], rows, 1)
 
 
+def passes() -> str:
+    """Processor time of each pass over 10 million parameters."""
+    lines = lines_of("passes.jsonl")
+    took: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        for name, values in line["took_ms"].items():
+            took[name][line["compression"]] += values
+    columns = sorted({line["compression"] for line in lines}, reverse=True)
+    rows = [
+        [name, *(f"{min(of[c]):.1f}, {median(of[c]):.1f}" if of[c] else "-" for c in columns)]
+        for name, of in took.items()
+    ]
+    return table(["pass", *(f"`{column}`: least, median, ms" for column in columns)], rows, 1)
+
+
 def faults() -> str:
     """Rank 0's updates beside a rank that is slow or killed."""
     by_case: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
@@ -166,8 +181,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "added": added,
     "faults": faults,
     "exchange": exchange,
+    "passes": passes,
     "made by": partial(made_by, "bench.jsonl"),
     "exchange made by": partial(made_by, "exchange.jsonl"),
+    "passes made by": partial(made_by, "passes.jsonl"),
 }
 
 
