@@ -2,7 +2,7 @@
 
     mpirun -np 2 python results/library/passes.py              # appends a JSON line a compression to passes.jsonl
 
-Processor time of the thread that makes the pass, so other load on the machine counts less than in time by the clock; it
+`PYTHONPATH` says of which checkout. Processor time of the thread that makes the pass, so other load on the machine counts less than in time by the clock; it
 counts in so far as it uses the same memory. `MPI` is rank 0's receipt of a model that rank 1 has just written.
 """
 
@@ -13,12 +13,14 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from bench import HERE, commit_of, facts
 
-from bench import HERE, facts
+import pala
 from pala.comm.base import Received
 from pala.comm.mpi import MpiCommunicator
 from pala.comm.mpi_process import start_mpi
@@ -123,7 +125,7 @@ def main() -> None:
         if comm.rank == 0:
             line = {"compression": compression, "date": time.strftime("%FT%TZ", time.gmtime())}
             line |= {"load_1min_before": round(os.getloadavg()[0], 2)}
-            line |= {"took_ms": passes.took_ms} | facts()
+            line |= {"took_ms": passes.took_ms} | facts() | {"commit": commit_of(Path(pala.__file__).parent)}
             with (HERE / "passes.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
 

@@ -118,13 +118,13 @@ def passes() -> str:
     took: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines:
         for name, values in line["took_ms"].items():
-            took[name][line["compression"]] += values
-    columns = sorted({line["compression"] for line in lines}, reverse=True)
+            took[name][f"`{line['compression']}`, {line['commit'][:7]}"] += values
+    columns = list(dict.fromkeys(column for of in took.values() for column in of))
     rows = [
         [name, *(f"{min(of[c]):.1f}, {median(of[c]):.1f}" if of[c] else "-" for c in columns)]
         for name, of in took.items()
     ]
-    return table(["pass", *(f"`{column}`: least, median, ms" for column in columns)], rows, 1)
+    return table(["pass", *(f"{column}: least, median, ms" for column in columns)], rows, 1)
 
 
 def faults() -> str:
