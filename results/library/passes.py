@@ -2,8 +2,9 @@
 
     mpirun -np 2 python results/library/passes.py              # appends a JSON line a compression to passes.jsonl
 
-`PYTHONPATH` says of which checkout. Processor time of the thread that makes the pass, so other load on the machine counts less than in time by the clock; it
-counts in so far as it uses the same memory. `MPI` is rank 0's receipt of a model that rank 1 has just written.
+`PYTHONPATH` says of which checkout. It is the processor time of the thread that makes the pass: other load on the
+machine counts only in so far as it uses the same memory. `MPI` is rank 0's receipt of a model that rank 1 has just
+written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench import HERE, commit_of, facts
 
 import pala
 from pala.comm.base import Received
@@ -114,6 +114,8 @@ def receipt(comm: MpiCommunicator, compression: str, passes: Passes) -> None:
 
 def main() -> None:
     """Measure both compressions on rank 0."""
+    from bench import HERE, commit_of, facts  # after pala: it puts its own checkout's first
+
     torch.set_num_threads(1)
     comm = start_mpi()
     for compression in ("none", "bfloat16"):
