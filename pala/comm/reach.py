@@ -176,5 +176,9 @@ def _published(comm: MpiCommunicator) -> dict[str, dict[str, str]]:
     for rank in range(comm.size):
         with suppress(MPI.Exception):
             host, *networks = MPI.Lookup_name(_name(rank)).split(" ")
-            found.setdefault(host, {}).update(network.split("=", 1) for network in networks if "=" in network)
+            known = found.setdefault(host, {})
+            for network in networks:
+                name, is_told, address = network.partition("=")
+                if is_told:
+                    known[name] = address
     return found

@@ -273,7 +273,7 @@ class AtariEnvs(Envs):
         self._in_a_row = self._renewals = 0
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
 
-    def _seed_argument(self, seeds: np.ndarray) -> np.ndarray:
+    def _seed_argument(self, seeds: np.ndarray) -> Any:
         self._seeds = seeds
         return seeds
 

@@ -85,6 +85,10 @@ class Paired(GossipProtocol):
             actions += self._mix(s, give_credit=True)
         return [*actions, *self._offer(s), GoOn()]
 
+    def is_idle(self, s: GossipState) -> bool:
+        may_go_on = s.has_model and s.staleness < self.rules.max_staleness
+        return may_go_on and self._waits_for_reply(s) and not (s.to_mix or s.answers)
+
     def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
         most = self.rules.exchanges_per_update
         may_offer = s.num_offers < most and not self._waits_for_reply(s) and len(s.budget.leaders) > 1

@@ -109,6 +109,11 @@ class GossipProtocol(abc.ABC):
         `can_send`: whether there is memory for a snapshot of the model.
         """
 
+    def is_idle(self, s: GossipState) -> bool:
+        """Return whether an update that finishes now will neither send nor mix this rank's model, if nothing comes
+        meanwhile and no peer falls silent."""
+        return False
+
     def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
         """Do what may be done in the middle of a rollout, whose parameters must not change. Moves are then owed to the
         model, and made at the end of the update. Where models travel one way, nothing is done here."""
