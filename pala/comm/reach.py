@@ -176,5 +176,7 @@ def _published(comm: MpiCommunicator) -> dict[str, dict[str, str]]:
     for rank in range(comm.size):
         with suppress(MPI.Exception):
             host, *networks = MPI.Lookup_name(_name(rank)).split(" ")
-            found.setdefault(host, {}).update(network.split("=", 1) for network in networks if "=" in network)
+            for network in networks:
+                name, _, address = network.partition("=")
+                found.setdefault(host, {})[name] = address
     return found

@@ -92,7 +92,7 @@ class Tables:
 
     def _look_at(self, frozen: Frozen) -> About:
         if frozen.mode is Mode.DEAD:
-            return About(Mode.DEAD, (), (), *[False] * 5, Stop.NONE, 0, 0, (), ())
+            return About(Mode.DEAD, (), (), False, False, False, False, False, Stop.NONE, 0, 0, (), ())
         s, f = self.case.thaw(frozen.state), self._faults
         budget, away = s.budget, s.now_s < 0
         is_old = (away or s.returning) and "patience" not in f
