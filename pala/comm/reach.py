@@ -176,9 +176,7 @@ def _published(comm: MpiCommunicator) -> dict[str, dict[str, str]]:
     for rank in range(comm.size):
         with suppress(MPI.Exception):
             host, *networks = MPI.Lookup_name(_name(rank)).split(" ")
-            known = found.setdefault(host, {})
             for network in networks:
-                name, is_told, address = network.partition("=")
-                if is_told:
-                    known[name] = address
+                name, _, address = network.partition("=")
+                found.setdefault(host, {})[name] = address
     return found
