@@ -346,9 +346,9 @@ def test_the_living_average_after_a_death(mpi: Launcher, tmp_path: Path) -> None
     )
 
 
-def test_the_code_of_its_page_runs(tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs/library.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+def test_the_code_of_its_pages_runs(tmp_path: Path) -> None:
+    pages = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ("library", "library_faults"))
+    blocks = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
     assert len(blocks) == 4
     command = [sys.executable, "-c", "\n".join(blocks)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pala.exchange.gossip.topology import Peers
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
+_ASK_AGAIN_S = 2.0  # a message may have been damaged
 _LARGE_BYTES = 2**22  # of a message: it takes a millisecond or more to receive and check
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
 
@@ -69,6 +70,7 @@ class GossipExchange(ModelExchange):
         self._polls_between_steps = False
         self._is_closed = False  # by `average`
         self._stays = False  # it was told to leave, and has told others, but is there at the end
+        self._asks_again_s = 0.0  # who stays, when it was told to leave
         self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
         self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
         codec = make_codec(settings, parameters, num_exact)
@@ -143,10 +145,12 @@ class GossipExchange(ModelExchange):
     def leave(self) -> bool:
         rank, budget = self._comm.rank, self._state.budget
         if budget.stop is Stop.NONE and list(self.living) != [rank]:
-            self._transport.wait_until_sent(self._patience_s, self._interrupt)
+            if not self._is_assured():
+                self._interrupt.leave_requested = True  # tried again after the next update
+                return False
             self.driver.leave()
             self._transport.wait_until_sent(self._patience_s, self._interrupt)
-            if self.living and budget.stop is Stop.NONE:
+            if self._may_leave() and budget.stop is Stop.NONE:
                 log(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
                 return True
             # Training has ended meanwhile, or others were told to leave at the same time and may stay as well:
@@ -155,6 +159,20 @@ class GossipExchange(ModelExchange):
         if budget.stop is Stop.NONE:
             log(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
             self.driver.end(Stop.ALL_LEAVE)
+        return False
+
+    def _may_leave(self) -> bool:
+        """Return whether another rank, which stays, has a model of use."""
+        return self._state.may_leave
+
+    def _is_assured(self) -> bool:
+        """Return whether this rank may leave, and nothing of its models is on its way; if not, ask who stays."""
+        if self._may_leave():
+            self._transport.wait_until_sent(self._patience_s, self._interrupt)
+            return self._may_leave()
+        if time.monotonic() > self._asks_again_s:
+            self._asks_again_s = time.monotonic() + _ASK_AGAIN_S
+            self.driver.wish_to_leave()
         return False
 
     def after_update(self, steps: int, healthy: bool) -> bool:

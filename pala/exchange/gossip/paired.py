@@ -27,7 +27,7 @@ With `exchanges_per_update` above 1 a rank does all three between two steps of a
 not change. It then exchanges a copy that has the moves already, and its driver makes them at the end of the update.
 
 Which offers are refused and why, what can change the sum, and pairs in step (`max_staleness` 0): docs/architecture.md,
-"Mixing". Pure.
+"Pairs". Pure.
 """
 
 from __future__ import annotations
