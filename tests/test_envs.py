@@ -19,7 +19,7 @@ from ale_py import roms
 from pala.config import EnvConfig
 from pala.envs import processes as processes_module
 from pala.envs import vector as envs_module
-from pala.envs.vector import Envs, Episode, Step, make_envs
+from pala.envs.vector import Envs, Episode, Step, make_by_id, make_envs
 from pala.system.errors import PalaError
 
 
@@ -479,3 +479,18 @@ def test_all_actions_can_be_asked_for(full, count):
 def test_a_game_under_a_former_name_is_told_its_name(name: str):
     with pytest.raises(PalaError, match=r"^'env.id': no environment '.*' is registered; did you mean 'ALE/Pong-v5'"):
         make_envs(EnvConfig(name))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_package_that_is_there_and_does_not_load_is_not_called_missing(is_there: bool) -> None:
+    def make() -> None:
+        cause = ImportError("libGL.so.1: cannot open") if is_there else ModuleNotFoundError("No module named 'mujoco'")
+        raise gymnasium.error.DependencyNotInstalled("MuJoCo is not installed, run `pip install mujoco`") from cause
+
+    gymnasium.register("Broken-v0", make)
+    try:
+        with pytest.raises(PalaError if is_there else gymnasium.error.DependencyNotInstalled) as raised:
+            make_by_id("Broken-v0")
+    finally:
+        del gymnasium.registry["Broken-v0"]
+    assert ("does not load: libGL.so.1: cannot open" in str(raised.value)) == is_there

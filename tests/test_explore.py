@@ -49,6 +49,7 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (planted.WaitsForTheStopped, "wait", {"faults": "patience garbled"}),
     (planted.RefusesWhoRefuses, "endless wait", {"faults": "nan"}),
     (planted.IgnoresWhoLeaves, "deadlock", {"faults": "leave"}),
+    (planted.CountsOnAnyRank, "no rank that stays has a model", {"faults": "leave nan"}),
     pytest.param(
         planted.WaitsForTheAnswerOfWhoLeft,
         "wait",
@@ -155,6 +156,12 @@ def test_two_ranks_hold(mixing: str, max_staleness: int, faults: str) -> None:
 @pytest.mark.parametrize("faults", ["nan", "patience"])
 def test_two_ranks_hold_with_worse_faults(mixing: str, faults: str) -> None:
     assert_holds(explored(faults, mixing=mixing, max_staleness=0))
+
+
+@pytest.mark.parametrize("mixing", slow_but_for(["uniform", "paired"], "uniform"))
+def test_who_leaves_takes_no_last_model_along(mixing: str) -> None:
+    """Whether another rank's model is finite is not known: it has to say so."""
+    assert_holds(explored("leave nan", mixing=mixing, max_staleness=0, rare=frozenset({"nan"}), most_rare=1))
 
 
 @pytest.mark.parametrize("faults", ["", "death", pytest.param("nan", marks=pytest.mark.slow)])

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ import pytest
 
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import Tail, metrics_path, read_run
-from pala.supervise import survivable
+from pala.supervise import _AS_RANK, survivable
 from support import REPOSITORY
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
 from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks, processes_in
@@ -525,6 +527,28 @@ def test_a_signal_during_the_start(
         assert record_of(run)["segments"][0]["status"] == "stopped"
     else:
         assert job.status != 0 and not ((run / "run.json").exists() and record_of(run)["completed"])
+
+
+def catches(pid: int, number: int) -> bool:
+    """True when the process has a handler of its own for this signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s+(\w+)", status)[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("program", [["-m", "pala.train"], ["-m", "pala", "train"]])
+def test_a_rank_that_is_told_to_leave_as_it_starts_is_not_killed(program: list[str], tmp_path: Path) -> None:
+    """Started as `supervise.py` starts it. Told in its first instructions it goes on; told later, it leaves."""
+    command = [*_AS_RANK, sys.executable, *program, *CARTPOLE, "--run.name", "r", *ENDLESS]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as rank:
+        words = Path(f"/proc/{rank.pid}/cmdline")
+        wait_for(lambda: words.read_bytes().split(b"\0")[1:3] == [b"-m", program[1].encode()], pause_s=0.001)
+        rank.send_signal(signal.SIGUSR2)
+        wait_for(lambda: catches(rank.pid, signal.SIGUSR2) or rank.poll() is not None, what="the handler")
+        rank.send_signal(signal.SIGUSR2)
+        output, _ = rank.communicate()
+    assert rank.returncode == 128 + signal.SIGUSR2, output
+    assert "was told to leave (SIGUSR2), but no other rank trains: the job ends" in output
+    assert record_of(tmp_path / "runs/r")["segments"][0]["signal"] == "SIGUSR2"
 
 
 @pytest.mark.slow

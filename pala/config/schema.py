@@ -107,8 +107,8 @@ class NetworkConfig:
     0), as CUDA graphs on a GPU; `autograd` leaves all to torch. Equal up to rounding."""
     custom: str = ""
     """A network of your own in place of these: `module:Name` or `module:Name(width=256)` with plain values, a class or
-    function `(observation_space, num_outputs)` -> torch module with `trunk` and `heads` (docs/python.md). The widths
-    above and `passes` are then not read. Ours."""
+    function `(observation_space, num_outputs)` -> torch module with `trunk` and `heads` (docs/own_network.md). The
+    widths above and `passes` are then not read. Ours."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class ExchangeConfig:
     `auto`: random; with `shared_memory`, ring [GALA]."""
     mixing: MixingName = setting("paired", kinds=("gossip",))
     """`paired`: two ranks move towards each other by the same amount, so that no rank's learning is taken back, however
-    old the models are (docs/architecture.md). `uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`:
-    weighted so that skipped messages do not bias the mean (arXiv 1811.10792)."""
+    old the models are (docs/how_gossip_works.md). `uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA].
+    `push_sum`: weighted so that skipped messages do not bias the mean (arXiv 1811.10792)."""
     exchanges_per_update: int = setting(1, between=(1, 1000), kinds=("gossip",))
     """`paired`: how many offers a rank may make in an update, one after the other. With more than 1 ranks exchange
     between two environment steps as well, and move at the end of the update. Ours (results/mixing/)."""

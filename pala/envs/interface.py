@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict, Tuple
 
+from pala.envs.failures import EnvFaultError
 from pala.system.errors import PalaError
 
 _LONGEST = 60  # characters of a value that are shown
@@ -22,10 +23,6 @@ _BOOLEANS = (bool, np.bool_)
 _NUMBERS = (float, int, np.floating, np.integer, np.bool_)
 _RESET = "(observation, info)"
 _STEP = "(observation, reward, terminated, truncated, info)"
-
-
-class EnvFaultError(Exception):
-    """A fault in what an environment returns, as one sentence; it counts as if the environment had raised it."""
 
 
 class _FaultError(Exception):

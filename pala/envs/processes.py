@@ -21,7 +21,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, clear_mpi_env_vars, iterate
 
-from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, Maker, failure_of, seed_after
+from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
+from pala.envs.renewed import Maker
 from pala.system.errors import PalaError
 from pala.system.output import log
 
@@ -192,7 +193,7 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         return self._observations.copy(), infos
 
     def step(self, actions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step all environments. One whose process is lost gives what `failures.Renewed` gives for a failure."""
+        """Step all environments. One whose process is lost gives what `Renewed` gives for a failure."""
         for index, action in enumerate(iterate(self.action_space, actions)):
             self._ask(index, ("step", action))
         answers, lost = self._answers()

@@ -30,8 +30,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, Renewed, failure_of, seed_after
-from pala.envs.interface import Checked
+from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
 from pala.envs.spaces import Inputs, inputs_of
 from pala.envs.wrappers import wrapped
 from pala.system.errors import PalaError, nearest, reason
@@ -274,7 +273,7 @@ class AtariEnvs(Envs):
         self._in_a_row = self._renewals = 0
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
 
-    def _seed_argument(self, seeds: np.ndarray) -> np.ndarray:
+    def _seed_argument(self, seeds: np.ndarray) -> Any:
         self._seeds = seeds
         return seeds
 
@@ -359,6 +358,8 @@ class _Factory:
 
     def __call__(self, in_a_row: int = 0) -> gymnasium.Env:
         """Make an environment in whose place others are made as they fail; `in_a_row` others have failed before it."""
+        from pala.envs.renewed import Renewed  # not loaded for Atari
+
         return Renewed(self, self._restarts, in_a_row)
 
     def make(self) -> gymnasium.Env:
@@ -392,6 +393,8 @@ class _Factory:
                 f"{spaces}."
             )
         self.inputs = inputs = inputs_of(env.observation_space, self._layout)
+        from pala.envs.interface import Checked
+
         env = Checked(env, self.name)
         if not inputs.is_identity:
             env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
@@ -504,7 +507,15 @@ def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
         raise PalaError(
             f"'env.id' is '{env_id}': write `Id-v0`, `module:Id-v0` or `Id-v0(key=value)`, with plain values."
         ) from None
-    return gymnasium.make(checked_id(name), **(arguments | more))
+    try:
+        return gymnasium.make(checked_id(name), **(arguments | more))
+    except gymnasium.error.DependencyNotInstalled as error:  # which Gymnasium says of what does not load, too
+        cause = error.__cause__
+        if isinstance(cause, ImportError) and not isinstance(cause, ModuleNotFoundError):
+            raise PalaError(
+                f"'env.id' is '{env_id}', whose package is installed, but does not load: {cause}."
+            ) from None
+        raise
 
 
 def atari_rom(env_id: str) -> str:

@@ -120,6 +120,11 @@ class GroupedGossip(GossipExchange):
             self._memory.leave()
         return goes
 
+    def _may_leave(self) -> bool:
+        """Return whether another rank has a model of use: one of its group has the same."""
+        others = set(self._members) - {self._comm.rank}
+        return any(not self._is_gone(rank) for rank in others) or super()._may_leave()
+
     def between_steps(self) -> None:
         if self._is_leading:
             super().between_steps()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from pala.run.entropy_watch import EntropyWatch
 from pala.run.metrics import SECTIONS
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.run.view import RunView
@@ -160,6 +161,7 @@ class Reporter:
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
         self._figures, self._estimated = Figures(self.view, budget_steps), False
+        self._entropy = EntropyWatch(budget_steps)
         title = f"PALA  {run}  {counted(ranks, 'rank')}"
         self._console: Display | None = None
         with self._losing_the_console():
@@ -176,6 +178,8 @@ class Reporter:
         texts = self._figures.texts()
         with self._losing_the_console():
             self._show(texts)
+        if said := self._entropy.look(self.view.mean("entropy"), global_steps):
+            log(said)
         with self._losing_tensorboard():
             if self._tensorboard is not None:
                 self._tensorboard.add(self.view, global_steps)

@@ -374,6 +374,15 @@ class LooksAtNoClockInARollout(Paired):
 # ---- the driver ------------------------------------------------------------------------------------------------------
 
 
+class CountsOnAnyRank(OneWay):
+    """Takes whoever lives for one that has a model of use."""
+
+    def wish_to_leave(self, s: GossipState) -> list[Action]:
+        actions = super().wish_to_leave(s)
+        s.stayers |= {*s.living} - {s.rank}
+        return actions
+
+
 class KeepsTheCredit(GossipDriver):
     def _perform(self, actions):
         kept = [a for a in actions if not (isinstance(a, SendControl) and a.message.kind is Kind.CREDIT)]

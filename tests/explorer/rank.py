@@ -175,8 +175,12 @@ class LocalRank:
     def stop(self, reason: Stop) -> None:
         self.driver.end(reason)
 
+    def tell(self) -> None:
+        """Tell it to leave."""
+        self.driver.wish_to_leave()
+
     def leave(self) -> None:
-        """Leave as it is told to, after an update; nothing of its models is on its way."""
+        """Leave as it was told to, after an update; nothing of its models is on its way."""
         self.driver.leave()
         self._mode = Mode.LEFT
 
