@@ -1,4 +1,4 @@
-"""Real faults of real ranks: killed, stopped, slow, told to end. docs/reliability.md is the table of them."""
+"""Real faults of real ranks: killed, stopped, slow, told to end. docs/faults.md is the table of them."""
 
 from __future__ import annotations
 

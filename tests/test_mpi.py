@@ -68,7 +68,7 @@ def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) -> None:
     """Either of the two, on which no MPI has an influence."""
-    faults = {"openmpi": "raise RuntimeError('the planted fault')", "mpich": "sys.exit('the planted fault')"}
+    faults = {"openmpi": "raise BaseException('the planted fault')", "mpich": "sys.exit('the planted fault')"}
     source = (
         "import sys, pala.train as cli, pala.envs.vector, gymnasium\n"
         "from mpi4py import MPI\n"
