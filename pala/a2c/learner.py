@@ -21,6 +21,7 @@ from pala.a2c.update import Loss, Rollout, UpdateResult
 from pala.envs.vector import Step
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
+from pala.networks.distributions import masked
 from pala.run.loop import Loop, Means
 from pala.run.metrics import Record
 from pala.system.errors import EndError, PalaError
@@ -52,9 +53,17 @@ class Learner(Loop):
         self._ends_alone = not (config.exchange_kind.averages_gradients or config.exchange.has_groups)
 
     def reset(self, env_seeds: np.ndarray) -> None:
-        self.observations = self._to_device(self._envs.reset(env_seeds))
+        self._look(self._envs.reset(env_seeds))
+        if self._masks is not None and self._rank == 0:
+            log("Action masks: the environment says which actions it allows, and no other is taken.")
         if self._normalization is not None:
             self._normalization.reset()
+
+    def _look(self, observations: np.ndarray) -> None:
+        """Take what the environments show before their next step."""
+        masks = self._envs.action_masks
+        self.observations = self._to_device(observations)
+        self._masks = None if masks is None else self._to_device(masks)
 
     def _advance(self) -> None:
         """Play a rollout and make an update."""
@@ -121,7 +130,8 @@ class Learner(Loop):
                 if self._normalization is not None:
                     self._normalization.observe(self.observations)
                 policy_output, value = self._tape.forward(self.observations)
-                actions = distribution.sample(policy_output, self._generator)
+                policy_output = masked(policy_output, self._masks)
+                actions = distribution.sample(policy_output, self._generator, masks=self._masks)
                 env_actions = distribution.to_env(actions).cpu().numpy()
             with self._watch.section("environment"):
                 step = self._envs.step(env_actions)
@@ -131,7 +141,7 @@ class Learner(Loop):
                 rollout.actions.append(actions)
                 rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
                 rollout.rewards.append(self._rewards(step, rollout.ended[-1]))
-                self.observations = self._to_device(step.observations)
+                self._look(step.observations)
             for episode in step.episodes:
                 self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | episode.record())
             with self._watch.section("exchange"):

@@ -27,6 +27,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
+from pala.envs.masks import KEY, MaskReader
 from pala.envs.spaces import Inputs, Layout, inputs_of
 from pala.envs.wrappers import wrapped
 from pala.system.errors import PalaError, nearest, reason
@@ -68,6 +69,9 @@ class Envs:
     """`num_envs` environments behind one `reset` and one `step`. As a context manager: closed at the end of the block,
     or abandoned."""
 
+    action_masks: np.ndarray | None = None
+    """Masks of the actions that each environment allows next, bool [B, A] (`masks.py`); None: it gives none."""
+
     def __init__(
         self,
         vector_env: gymnasium.vector.VectorEnv,
@@ -96,12 +100,14 @@ class Envs:
         take_back_signals()
         self._returns[:] = 0
         self._lengths[:] = 0
+        self.action_masks = self._masks_of(info, KEY in info)
         self._begin(info)
         return observations
 
     def step(self, actions: np.ndarray) -> Step:
         """Step all environments; `actions` [B, ...] as the action space has them."""
         observations, rewards, terminated, truncated, info = self.vector_env.step(actions)
+        self.action_masks = self._masks_of(info, self.action_masks is not None)
         truncated = truncated & ~terminated
         ended = self._episode_ended(terminated, truncated, info)
         self._returns += rewards
@@ -153,6 +159,17 @@ class Envs:
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return seeds.tolist()
+
+    def _masks_of(self, info: dict[str, Any], are_expected: bool) -> np.ndarray | None:
+        """Return all environments' masks. Raises PalaError unless all give one or none does, as in the first reset."""
+        masks: np.ndarray | None = info.get(KEY)
+        if (masks is not None) != are_expected or (masks is not None and not info[f"_{KEY}"].all()):
+            what = "a mask is missing" if are_expected else "one came later"
+            raise PalaError(
+                f"The environment '{self.name}' must give an action mask after every reset and step or never, but "
+                f"{what}: the first reset decides."
+            )
+        return masks
 
     def _begin(self, info: dict[str, Any]) -> None:
         """Look at the reset's info."""
@@ -231,24 +248,27 @@ class AtariEnvs(Envs):
 
 class _Outermost(gymnasium.Wrapper):
     """Wrapper of each environment for the vector environment. It lets through only the asked numbers of an episode's
-    last info: of some infos (None beside a number, arrays of unlike lengths) no arrays can be made."""
+    last info, and masks: of some infos (None beside a number, arrays of unlike lengths) no arrays can be made."""
 
-    def __init__(self, env: gymnasium.Env, episode_info: Sequence[str]) -> None:
+    def __init__(self, env: gymnasium.Env, episode_info: Sequence[str], name: str) -> None:
         super().__init__(env)
         self._episode_info = episode_info
+        self._masks = MaskReader(env, name)
 
     def reset(self, **arguments: Any) -> Any:
-        """Reset the environment, without its info. Raises PalaError where it is made for Gym before 0.26."""
+        """Reset the environment, without its info. Raises PalaError where it is made for Gym before 0.26, and for a
+        mask that cannot be."""
         result = self.env.reset(**arguments)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise PalaError("The environment's 'reset' must return (observation, info), as Gymnasium's do.")
-        return result[0], {}
+        return result[0], self._masks.read(result[1])
 
     def step(self, action: Any) -> Any:
         """Step, and keep the last observation through the reset, though the environment writes all into one array.
-        Raises PalaError if a number that is asked for is not there."""
+        Raises PalaError if a number that is asked for is not there, and for a mask that cannot be."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        told = {key: _number(key, info) for key in self._episode_info} if terminated or truncated else {}
+        has_ended = terminated or truncated  # then the mask is that of the reset
+        told = {key: _number(key, info) for key in self._episode_info} if has_ended else self._masks.read(info)
         return (np.array(observation) if truncated else observation), reward, terminated, truncated, told
 
 
@@ -312,7 +332,8 @@ class _Factory:
         if not inputs.is_identity:
             env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
         limit = self._max_episode_steps
-        return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit), self._episode_info)
+        env = env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
+        return _Outermost(env, self._episode_info, self.name)
 
     def close(self) -> None:
         """Close what was made in this process, after a failure."""

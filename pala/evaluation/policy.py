@@ -12,14 +12,17 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Dict, Tuple
+from gymnasium.spaces import Dict, Discrete, MultiDiscrete, Tuple
 from gymnasium.vector.utils import batch_space, iterate
+from torch import Tensor, nn
 
 from pala.algorithms import ALGORITHMS
 from pala.config import Config
+from pala.envs.masks import joined
 from pala.envs.spaces import Inputs
 from pala.envs.vector import Envs, make_envs
 from pala.gorila.dqn import epsilon_greedy
+from pala.networks.distributions import masked
 from pala.networks.network import FlatParameters, Network, blank_observations
 from pala.networks.own import MakeNetwork
 from pala.run import checkpoint, run_folder, user_code
@@ -28,7 +31,8 @@ from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 from pala.system.seeding import torch_weights
 
-Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
+Actor = Callable[[np.ndarray, "np.ndarray | None"], np.ndarray]
+"""Observations [B, *obs], and masks [B, A] of the actions that are allowed (None: all) -> actions [B] or [B, K]."""
 
 
 @dataclass(frozen=True)
@@ -48,36 +52,45 @@ class Policy:
         """The space of one observation, as the environment gives it."""
         return self.inputs.original
 
-    def act(self, observations: Any, greedy: bool = False) -> Any:
+    def act(self, observations: Any, greedy: bool = False, action_masks: Any = None) -> Any:
         """Actions for one observation or a batch of them, as the environment takes them.
 
         `observations`: one as the environment that the run was trained on gives it, or a batch as Gymnasium's vector
         environments do: arrays with one dimension more, in a dict or tuple where the observation is one. Returns one
         action, or an array of B, [B, *action], of the action space's dtype. `greedy`: the most probable action
-        instead of a sampled one; of Gorila never a random one. Keeps no state from call to call but `generator`. Raises
-        PalaError for observations of another shape or type.
+        instead of a sampled one; of Gorila never a random one. `action_masks`: 1 where an action is allowed and 0 where
+        not, [A] or [B, A], as the environment's `info["action_mask"]` (docs/environments.md); None: every action is
+        allowed. Keeps no state from call to call but `generator`. Raises PalaError for observations or masks of another
+        shape or type.
         """
         batch, is_single = self._batch(observations)
-        actions = self._choose(batch, greedy, self.generator)
+        masks = None if action_masks is None else self._masks(action_masks, len(batch), is_single)
+        actions = self._choose(batch, masks, greedy, self.generator)
         return actions[0] if is_single else actions
 
     def seed(self, seed: int) -> None:
         """Seed the samples that `act` draws from now on."""
         self.generator.manual_seed(seed)
 
-    def export(self, file: str | Path) -> None:
+    def export(self, file: str | Path, action_masks: bool = False) -> None:
         """Write the network as a program of torch, for use without PALA: `torch.export.load(file).module()` takes a
         batch of any size of what the network gets (`inputs.space`; `inputs.encode` makes it), and gives the heads'
         outputs: the logits of Discrete actions or the means of a Box, and the value; of Gorila the actions' values.
-        Raises PalaError."""
+        `action_masks`: the program also takes bool masks [B, A], and gives logits of -inf where they are False. Raises
+        PalaError."""
         two = blank_observations(self.inputs.space, 2, torch.device("cpu"))  # torch takes one for a constant
-        network = copy.deepcopy(self.network)
+        network: nn.Module = copy.deepcopy(self.network)
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.data = tensor.data.clone()  # no views of the flat parameters
+        arguments: tuple[Tensor, ...] = (two,)
+        if action_masks:
+            self._check_can_be_masked()
+            network = _Masked(network)
+            arguments = (two, torch.ones(2, self.network.distribution.num_outputs, dtype=torch.bool))
         program = io.BytesIO()
         try:
-            sizes = ({0: torch.export.Dim("batch")},)
-            torch.export.save(torch.export.export(network, (two,), dynamic_shapes=sizes), program)
+            sizes = tuple({0: torch.export.Dim("batch")} for _ in arguments)
+            torch.export.save(torch.export.export(network, arguments, dynamic_shapes=sizes), program)
         except Exception as error:  # torch's tracing of the user's own network: anything may happen
             raise PalaError(f"The network cannot be exported ({type(error).__name__}: {error}).") from error
         try:
@@ -89,18 +102,44 @@ class Policy:
         """Return a function from observations to actions, with a random stream of its own. Actions are sampled or, if
         `greedy`, the most probable; a Q-network's are the best, but any with probability `epsilon`, unless `greedy`."""
         generator = torch.Generator().manual_seed(seed)
-        return lambda observations: self._choose(observations, greedy, generator)
+        return lambda observations, masks: self._choose(observations, masks, greedy, generator)
 
-    def _choose(self, observations: np.ndarray, greedy: bool, generator: torch.Generator) -> np.ndarray:
+    def _choose(
+        self, observations: np.ndarray, action_masks: np.ndarray | None, greedy: bool, generator: torch.Generator
+    ) -> np.ndarray:
         distribution = self.network.distribution
         with torch.inference_mode():
+            masks = None if action_masks is None else torch.from_numpy(action_masks)
             outputs = self.network.outputs(torch.from_numpy(np.ascontiguousarray(observations)))[0]
             if self.epsilon is None:
-                actions = distribution.sample(outputs, generator, greedy)
+                actions = distribution.sample(masked(outputs, masks), generator, greedy, masks)
             else:
                 actions = epsilon_greedy(outputs, 0.0 if greedy else self.epsilon, generator)
             env_actions: np.ndarray = distribution.to_env(actions).numpy()
             return env_actions
+
+    def _check_can_be_masked(self) -> None:
+        if self.epsilon is not None:
+            raise PalaError("A policy of Gorila takes no action masks: it was trained without.")
+        if not isinstance(self.action_space, (Discrete, MultiDiscrete)):
+            raise PalaError(
+                f"The policy's actions are {self.action_space}, and only Discrete and MultiDiscrete ones can be masked."
+            )
+
+    def _masks(self, action_masks: Any, count: int, is_single: bool) -> np.ndarray:
+        """Return the masks as bool [B, A], each of which allows an action. Raises PalaError."""
+        self._check_can_be_masked()
+        try:
+            flat, starts = joined(action_masks, self.action_space)
+        except ValueError as error:
+            raise PalaError(f"Action masks are not as they should be: {error}.") from None
+        masks = flat[None] if is_single else flat
+        if masks.ndim != 2 or len(masks) != count:
+            wanted = flat.shape[-1:] if is_single else (count, flat.shape[-1])
+            raise PalaError(f"Action masks are of shape {flat.shape}, but must be {wanted}, as the observations are.")
+        if not np.logical_or.reduceat(masks, starts, -1).all():
+            raise PalaError("An action mask allows no action; at least one must be allowed.")
+        return masks
 
     def _batch(self, observations: Any) -> tuple[np.ndarray, bool]:
         """Return the network's input, [B, ...], and whether a single observation was given."""
@@ -114,6 +153,19 @@ class Policy:
         except (IndexError, ValueError) as error:
             raise PalaError(f"Observations are not of {self.observation_space} ({error}).") from None
         return (np.stack(encoded) if encoded else np.empty((0, *shape), self.inputs.space.dtype)), is_single
+
+
+class _Masked(nn.Module):
+    """An actor-critic whose logits are masked, for an export."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, observations: Tensor, action_masks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the masked logits, and the value."""
+        logits, value = self.network(observations)
+        return masked(logits, action_masks), value
 
 
 def _is_single(space: gymnasium.Space, observations: Any) -> bool:

@@ -197,7 +197,7 @@ def play_episodes(
     deadline = time.monotonic() + timeout_s
     observations = envs.reset(seeds)
     while len(played) < episodes:
-        step = envs.step(act(observations))
+        step = envs.step(act(observations, envs.action_masks))
         observations, steps = step.observations, steps + envs.num_envs
         for episode in step.episodes:
             if quota[episode.env_index] > 0:

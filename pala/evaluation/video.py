@@ -91,7 +91,7 @@ def _film(
     observations = envs.reset(seeds)
     yield screen(None)
     while True:
-        actions = act(observations)
+        actions = act(observations, envs.action_masks)
         step = envs.step(actions)
         observations = step.observations
         ended += step.episodes
