@@ -279,7 +279,7 @@ def test_an_export_takes_masks(tmp_path: Path, make_env: Any) -> None:
     program = torch.export.load(tmp_path / "policy.pt2").module()
     observations = torch.from_numpy(envs.reset(np.arange(4, dtype=np.int32)))
     masks = torch.from_numpy(envs.action_masks)
-    logits, value = program(observations, masks)
+    logits, value = program(observations, action_masks=masks)
     expected, expected_value = policy.network(observations)
     torch.testing.assert_close(logits, expected.masked_fill(~masks, -math.inf))
     torch.testing.assert_close(value, expected_value)

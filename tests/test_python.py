@@ -1220,12 +1220,13 @@ def test_the_page_as_written(one_rank: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own_environment", "own_network", "hyperparameter_search", "load_and_act"])
+@pytest.mark.parametrize("name", ["own_environment", "own_network", "hyperparameter_search", "load_and_act", "t_maze"])
 def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     arguments, says = {
         "own_environment": ([], "mean return"), "own_network": ([], "steps; "),
         "hyperparameter_search": (["--trials", "2"], "best: "),
         "load_and_act": ([str(tmp_path / "run")], "mean return"),
+        "t_maze": (["gru", "2000"], "memory gru: mean return"),
     }[name]  # fmt: skip
     if name == "hyperparameter_search":
         pytest.importorskip("optuna", reason="the extra `examples` is not installed")
@@ -1237,6 +1238,6 @@ def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pyt
 
 
 def test_every_example_is_tried() -> None:
-    tried = {"own_environment", "own_network", "hyperparameter_search", "load_and_act"}
+    tried = {"own_environment", "own_network", "hyperparameter_search", "load_and_act", "t_maze"}
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert {name for name in names if not name.startswith("gossip_")} == tried  # those of gossip: test_examples

@@ -54,6 +54,7 @@ class Learner(Loop):
 
     def reset(self, env_seeds: np.ndarray) -> None:
         self._look(self._envs.reset(env_seeds))
+        self._tape.forget()
         if self._masks is not None and self._rank == 0:
             log("Action masks: the environment says which actions it allows, and no other is taken.")
         if self._normalization is not None:
@@ -142,6 +143,8 @@ class Learner(Loop):
                 rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
                 rollout.rewards.append(self._rewards(step, rollout.ended[-1]))
                 self._look(step.observations)
+                if self._tape.remembers and step.episodes:
+                    self._tape.forget(self._to_device(step.began))
             for episode in step.episodes:
                 self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | episode.record())
             with self._watch.section("exchange"):
@@ -158,13 +161,14 @@ class Learner(Loop):
         if self._normalization is not None:
             rewards_B = self._normalization.rewards(rewards_B, ended_B)
         if step.truncated.any():
-            value = self._value(self._to_device(step.final_observations))
-            rewards_B[self._to_device(step.truncated)] += self._config.a2c.gamma * value
+            truncated_B = self._to_device(step.truncated)
+            value = self._value(self._to_device(step.final_observations), truncated_B)
+            rewards_B[truncated_B] += self._config.a2c.gamma * value
         return rewards_B
 
-    def _value(self, observations: Tensor) -> Tensor:
-        """Return V of any number of observations, for bootstrapping."""
-        _, value = self._tape.peek(observations)
+    def _value(self, observations: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Return V of observations of all environments, or of some `rows`, bool [B], for bootstrapping."""
+        _, value = self._tape.peek(observations, rows)
         return value.squeeze(-1)
 
     def _share(self, result: UpdateResult) -> None:

@@ -64,6 +64,13 @@ class Step(NamedTuple):
     final_observations: np.ndarray  # [truncated.sum(), *obs] last observations of the truncated ones
     episodes: list[Episode]
 
+    @property
+    def began(self) -> np.ndarray:
+        """Environments that show the first observation of an episode, bool [B]; after a lost life the old one lasts."""
+        began = np.zeros(len(self.rewards), bool)
+        began[[episode.env_index for episode in self.episodes]] = True
+        return began
+
 
 class Envs:
     """`num_envs` environments behind one `reset` and one `step`. As a context manager: closed at the end of the block,

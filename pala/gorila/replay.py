@@ -64,8 +64,7 @@ def experience_of(actions: np.ndarray, step: Step, frame_stack: int = 1) -> Expe
 
     Raises PalaError if there is more in an episode's first observation than one frame.
     """
-    first = np.zeros(len(actions), bool)  # not after a lost life: the game and its stack of frames go on
-    first[[episode.env_index for episode in step.episodes]] = True
+    first = step.began
     _check_first(step.observations[first], frame_stack)
     frames, final_frames = (_newest(stacks, frame_stack) for stacks in (step.observations, step.final_observations))
     return Experience(actions, step.rewards, step.terminated, step.truncated, first, frames, final_frames)
