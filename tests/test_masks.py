@@ -21,6 +21,7 @@ from pala.config import A2CConfig, Config, EnvConfig, EvaluationConfig, GorilaCo
 from pala.envs.masks import MaskReader
 from pala.envs.vector import make_envs
 from pala.evaluation.policy import load_policy
+from pala.evaluation.video import _film
 from pala.networks.distributions import Categorical, MultiCategorical, distribution_of, masked
 from pala.networks.make import make_tape
 from pala.networks.network import ActorCritic, FlatParameters
@@ -257,6 +258,14 @@ def test_a_policy_acts_within_masks(tmp_path: Path, make_env: Any, greedy: bool)
     with pytest.raises(AssertionError):  # the masks were needed
         for _ in range(20):
             observations = envs.step(policy.act(observations, greedy)).observations
+
+
+def test_a_film_plays_within_masks(tmp_path: Path) -> None:
+    """As `pala play` shows it."""
+    policy, _ = policy_for(tmp_path, INFO)
+    envs, ended = make_envs(replace(FICKLE.env, num_envs=1), make_env=INFO), []
+    pictures = _film(envs, policy.actor, False, lambda actions: np.zeros((1, 1, 3)), np.zeros(1, np.int32), ended, 5)
+    assert len(list(pictures)) == 5 * 7 and len(ended) == 5
 
 
 def test_masks_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Box, Discrete
 from torch import nn
 
 import pala
@@ -1208,7 +1208,7 @@ def test_a_run_by_fit_says_what_made_it(
 @pytest.mark.slow
 def test_the_page_as_written(one_rank: Any, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     names: dict[str, Any] = {"__name__": "page"}
 
     def script() -> None:
@@ -1217,6 +1217,8 @@ def test_the_page_as_written(one_rank: Any, tmp_path: Path) -> None:
 
     one_rank(script)
     assert len(list((tmp_path / "runs").iterdir())) == 5
+    memory = actor_critic(Box(-1, 1, (4,)), Discrete(2), Config(), names["MyMemory"])
+    assert memory.state_size == 128
 
 
 @pytest.mark.slow

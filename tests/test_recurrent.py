@@ -28,6 +28,7 @@ from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.recurrent import UNITS
 from pala.networks.tape import AutogradTape, RecurrentTape
 from pala.system.errors import PalaError
+from pala.testing.faults import fail_at
 from support import REPOSITORY, memory_jobs
 from support.learning import BATCH, ENVS, Run, configured
 
@@ -451,3 +452,10 @@ def test_ranks_exchange_a_memory_as_all_else(tmp_path: Path, kind: str) -> None:
     assert job.ended_well()
     assert {name.split(".")[0] for name in job.policy} >= {"memories"}
     assert job.resume(2, 600).ended_well()
+
+
+def test_a_spare_takes_a_place_with_a_memory_that_begins(tmp_path: Path) -> None:
+    config = memory_jobs.with_spares(tmp_path, spares=1, steps=1000)
+    config = replace(config, network=replace(config.network, memory="lstm"))
+    job = memory_jobs.train(3, config, [fail_at(0, update=5)], on_count=memory_jobs.slow_until_joined(2))
+    assert job.ended_well(but_for=[0]) and memory_jobs.ranks_in(job, "joined_ranks") == [2]
