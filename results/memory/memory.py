@@ -17,7 +17,6 @@ import platform
 import runpy
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +35,8 @@ HERE = Path(__file__).resolve().parent
 TMaze = runpy.run_path(str(HERE.parents[1] / "examples/t_maze.py"))["TMaze"]
 STEPS = {"maze": 40_000, "cartpole": 100_000}
 INTERVALS = 10  # numbers of a curve
-SPEED_ROUNDS = 5
-SPEED_UPDATES = 40
+SPEED_ROUNDS = 6
+SPEED_UPDATES = 10
 
 
 class WithoutVelocities(gymnasium.ObservationWrapper[Any, Any, Any]):
@@ -77,12 +76,10 @@ def curve_of(run: Path, steps: int, ranks: int) -> list[float | None]:
 
 def train(task: str, memory: Any, seed: int, exchange: Any = "gossip") -> None:
     """Train and evaluate once; rank 0 appends the figures."""
-    folder = os.environ.get("MEMORY_RUNS") or tempfile.mkdtemp()
     config = Config(
-        total_steps=STEPS[task], seed=seed, env=EnvConfig(task), network=NetworkConfig(memory=memory),
+        total_steps=STEPS[task], seed=seed, env=EnvConfig(f"{task}-{memory}"), network=NetworkConfig(memory=memory),
         a2c=A2CConfig(rollout_steps=20, learning_rate=1e-3), exchange=ExchangeConfig(exchange),
-        run=RunConfig(dir=folder, name=f"{task}-{memory}-{seed}-{exchange}", console="none", threads=1,
-                      tensorboard=False),
+        run=RunConfig(dir=os.environ.get("MEMORY_RUNS", "runs"), console="none", threads=1, tensorboard=False),
         evaluation=EvaluationConfig(episodes=100 if task == "maze" else 30),
     )  # fmt: skip
     begin = time.perf_counter()
