@@ -1,6 +1,7 @@
 """PALA's programs by one command: `pala train pong` is `python -m pala.train pong`.
 
-    train      one policy on MPI ranks: mpirun -np 4 pala train pong
+    train      a policy: pala train pong, on 4 ranks pala train -n 4 pong
+    tune       which learning rate suits an environment, by a few short simulated trainings
     doctor     what would stop training here, and what to do about it
     evaluate   score a run's policy on whole games, and make a video of it
     play       show a run's policy in a window, or as a video
@@ -23,9 +24,12 @@ import signal
 import sys
 
 import pala
+from pala.system.interrupt import note_leave
+from pala.system.output import open_closed_streams
 
 PROGRAMS = (
     "train",
+    "tune",
     "doctor",
     "evaluate",
     "play",
@@ -38,12 +42,16 @@ PROGRAMS = (
     "scores",
     "presets",
 )
+_OF_RANKS = ("-n", "-np", "--host", "--hostfile", "--restarts", "--spares", "--continue", "--mpirun")
 
 
 def main() -> None:
     """Run the program that the first argument names, or print the list of programs."""
+    open_closed_streams()
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules load there is nothing to keep
     name = (sys.argv[1:2] or [""])[0]
+    if name == "train":
+        note_leave()
     if name in ("", "-h", "--help"):
         print(__doc__)
         return
@@ -56,10 +64,18 @@ def main() -> None:
 
         log(f"pala: error: '{name}' is none of: {', '.join(PROGRAMS)}{nearest(name, PROGRAMS) or '.'}")
         sys.exit(2)
+    sys.argv[:2] = [f"pala {name}"]
+    if name == "train" and _starts_ranks(sys.argv[1:]):
+        name = "supervise"
+        sys.argv[1:1] = ["--restarts", "0"]  # unless more are asked for
     program = importlib.import_module("pala.doctor.__main__" if name == "doctor" else f"pala.{name}")
     signal.signal(signal.SIGINT, handler)
-    sys.argv[:2] = [f"pala {name}"]
     program.main()
+
+
+def _starts_ranks(arguments: list[str]) -> bool:
+    """Return whether `pala train` is to start mpirun by itself: an option says on how many ranks, or where."""
+    return any(argument.split("=")[0] in _OF_RANKS for argument in arguments)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ class Algorithm(abc.ABC):
     def method(self, config: Config) -> str:
         """Return the method's name for people."""
 
+    def step_length(self, config: Config, models: int) -> str:
+        """Return the learning rate where ranks hold `models` models, and what goes with it, for the console; empty:
+        nothing is said."""
+        return ""
+
     def note_on_begin(self, config: Config) -> str:
         """Return words for the console if a new run does not learn at once; else empty."""
         return ""
@@ -80,7 +85,17 @@ class _ActorCritic(Algorithm):
     """Module and class of its agents: all in which algorithms of this kind differ."""
 
     def method(self, config: Config) -> str:
-        return f"{config.algorithm.upper()}, exchange {config.exchange.kind}"
+        exchange = config.exchange
+        mixing = f" ({exchange.mixing})" * (exchange.kind == "gossip")
+        return f"{config.algorithm.upper()}, exchange {exchange.kind}{mixing}"
+
+    def step_length(self, config: Config, models: int) -> str:
+        from pala.a2c.learning_rate import ONE_LEARNER, learning_rate
+
+        rate, a2c = learning_rate(config, models), config.a2c
+        times = f" = {rate / ONE_LEARNER:g} x {ONE_LEARNER:g} for {counted(models, 'model')}"
+        words = f"learning rate {rate:g}{times * (a2c.learning_rate == 'auto')}"
+        return f"{words}, momentum {a2c.momentum:g}" if a2c.momentum else words
 
     def build(
         self,
@@ -123,6 +138,11 @@ class _Gorila(Algorithm):
 
     def method(self, config: Config) -> str:
         return "Gorila DQN"
+
+    def step_length(self, config: Config, models: int) -> str:
+        """Return the learning rate where ranks hold `models` models, and what goes with it, for the console; empty:
+        nothing is said."""
+        return ""
 
     def note_on_begin(self, config: Config) -> str:
         return f"; learning begins after {config.gorila.min_replay_steps:,}"

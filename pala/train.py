@@ -14,27 +14,30 @@ from __future__ import annotations
 import signal
 import sys
 
+from pala.system.interrupt import note_leave
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins there is nothing to keep, nor to tell
+    note_leave()
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import tyro
 
 from pala.comm.agreement import collectively
 from pala.comm.mpi_process import close_mpi, leave_job
-from pala.config import Config, load_with_ranks
+from pala.config import Config, load_preset
 from pala.config.checks import check
 from pala.job import entry
-from pala.job.header import first_line, note_on_ranks, note_on_unused
+from pala.job.header import first_line, note_on_unused
 from pala.job.job import Job
 from pala.job.request import Request
 from pala.run import run_folder
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
-from pala.system.output import log, print_result
+from pala.system.output import log, open_closed_streams, print_result
 
 _PROGRAM = "pala.train"
 
@@ -53,27 +56,28 @@ class Command:
     came from elsewhere."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
+    @property
+    def preset_name(self) -> str:
+        """The preset's name in that of its runs: `allreduce-pong` of `allreduce/pong`, `mine` of `my/mine.toml`; empty:
+        there is no preset."""
+        if self.preset is None:
+            return ""
+        return self.preset.stem if self.preset.suffix == ".toml" else self.preset.as_posix().replace("/", "-")
 
-class Base(NamedTuple):
-    """The settings that the command line's options are laid over."""
 
-    config: Config
-    ranks: int | None = None  # that a preset's learning rate was chosen for, if it says
-
-
-def read(arguments: list[str]) -> tuple[Command, Base]:
+def read(arguments: list[str]) -> tuple[Command, Config]:
     """Read the command line over the preset or the resumed run over the defaults; return that base, too. Raises
     PalaError."""
     first = read_command(_PROGRAM, arguments, Command())  # for the preset or the run, whose settings are the defaults
     if first.preset is not None and first.resume is not None:
         raise PalaError(f"Give a preset or `--resume`, not both: '{first.resume}' brings its own settings.")
-    base, command = Base(Config()), first
+    base, command = Config(), first
     if first.resume:
-        base = Base(run_folder.config_of(first.resume))
+        base = run_folder.config_of(first.resume)
     elif first.preset:
-        base = Base(*load_with_ranks(first.preset))
+        base = load_preset(first.preset)
     if first.resume or first.preset:
-        command = read_command(_PROGRAM, arguments, replace(first, config=base.config))
+        command = read_command(_PROGRAM, arguments, replace(first, config=base))
     check(command.config, source="Command line")
     return command, base
 
@@ -83,29 +87,26 @@ def parse(arguments: list[str]) -> Command:
     return read(arguments)[0]
 
 
-def _greet(command: Command, base: Base, job: Job) -> None:
+def _greet(command: Command, base: Config, job: Job) -> None:
     """Say the first words, before torch is loaded, which takes seconds."""
     if command.config.run.console == "none":
         return
     print_result(first_line(command.config, job.num_trainers))
-    if command.preset is not None:
-        note = note_on_ranks(command.preset, base.config, base.ranks, command.config, job.num_trainers)
-        if note:
-            log(note)
     own = run_folder.from_python(run_folder.read(command.resume)["segments"][-1]) if command.resume else ()
-    if note := note_on_unused(command.config, base.config, *own):
+    if note := note_on_unused(command.config, base, *own):
         log(note)
 
 
 def main() -> None:
     """Do what `python -m pala.train` does on every rank."""
+    open_closed_streams()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with entry.program() as comm:
         command, base = collectively(comm, lambda: read(sys.argv[1:]))
         request = Request(
             command.config,
             resume=command.resume,
-            preset=command.preset.stem if command.preset else "",
+            preset=command.preset_name,
             facts=entry.facts(),
             trust_run=command.trust_run,
             conclude=entry.evaluate_and_draw,

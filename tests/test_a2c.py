@@ -53,7 +53,7 @@ def play(network: ActorCritic, tape: AutogradTape, kind: str) -> tuple[Rollout, 
 
 
 def update(a2c: A2C, rollout: Rollout, bootstrap: torch.Tensor, learning_rate: float) -> UpdateResult:
-    return a2c.step(a2c.differentiate(rollout, bootstrap), learning_rate)
+    return a2c.step(a2c.differentiate(rollout, bootstrap), learning_rate, updates=0)
 
 
 def slow_loss(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig) -> tuple[float, float, float, float]:
@@ -126,16 +126,18 @@ def gradients_of_several_steps(count: int = 5, size: int = 7) -> torch.Tensor:
     return torch.randn(count, size, generator=torch.Generator().manual_seed(3)) * torch.logspace(-4, 1, size)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.1])
 @pytest.mark.parametrize("inside", [False, True])
-def test_rmsprop_is_the_scalar_formula(inside):
+def test_rmsprop_is_the_scalar_formula(inside, share):
     rate, alpha, epsilon = 0.01, 0.9, 1e-3
     x, v = torch.ones(7), torch.full((7,), 0.5)
     slow_x, slow_v = x.tolist(), v.tolist()
     for gradient in gradients_of_several_steps():
-        rmsprop_(x, gradient, v, rate, alpha, epsilon, inside)
+        rmsprop_(x, gradient, v, rate, alpha, epsilon, inside, share)
         for i, g in enumerate(gradient.tolist()):
             slow_v[i] = alpha * slow_v[i] + (1 - alpha) * g * g
-            slow_x[i] -= rate * g / (math.sqrt(slow_v[i] + epsilon) if inside else math.sqrt(slow_v[i]) + epsilon)
+            u = slow_v[i] / share
+            slow_x[i] -= rate * g / (math.sqrt(u + epsilon) if inside else math.sqrt(u) + epsilon)
     assert x.tolist() == pytest.approx(slow_x, rel=1e-5)
     assert v.tolist() == pytest.approx(slow_v, rel=1e-5)
 
@@ -182,8 +184,10 @@ def test_clipping_can_be_off():
     assert gradient.tolist() == [100.0] * 4
 
 
-def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient():
-    network, config = make_network("vector"), A2CConfig(max_gradient_norm=0.1)
+@pytest.mark.parametrize("corrects", [False, True])
+def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient(corrects):
+    network = make_network("vector")
+    config = A2CConfig(max_gradient_norm=0.1, rmsprop_bias_correction=corrects, momentum=0.0)
     flat = FlatParameters(network, CPU)
     tape = AutogradTape(network)
     rollout, observations, bootstrap = play(network, tape, "vector")
@@ -194,7 +198,22 @@ def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient():
     assert result.applied
     assert result.gradient_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
     gradient *= 0.1 / gradient.norm()
-    torch.testing.assert_close(flat.data, before - 0.01 * gradient / (0.1 * gradient.abs() + 1e-5), rtol=1e-4, atol=0)
+    root = (1.0 if corrects else 0.1) * gradient.abs()  # of g^2, or of 0.01 g^2, whose other 0.99 is 0
+    torch.testing.assert_close(flat.data, before - 0.01 * gradient / (root + 1e-5), rtol=1e-4, atol=0)
+
+
+def test_the_mean_squares_are_corrected_until_they_are_full():
+    """With equal gradients every step is as long as the rate says, also after a restart."""
+    network, config = make_network("vector"), A2CConfig(momentum=0.0, max_gradient_norm=0.0, rmsprop_epsilon=1e-12)
+    flat = FlatParameters(network, CPU)
+    a2c = A2C(network.distribution, AutogradTape(network), flat, config)
+    for updates in range(300):
+        if updates == 150:
+            a2c.restart_mean_square(updates)
+        before = flat.data.clone()
+        flat.gradient.fill_(0.5)
+        a2c.step(Loss(*torch.zeros(4)), 0.01, updates)
+        torch.testing.assert_close(flat.data, before - 0.01, rtol=0, atol=1e-5)
 
 
 def test_others_gradients_are_taken_to_be_as_large_as_this_ranks_were():
@@ -205,7 +224,7 @@ def test_others_gradients_are_taken_to_be_as_large_as_this_ranks_were():
     loss, squares = Loss(*torch.zeros(4)), []
     for norm in (0.9, 1.2, 50.0, math.nan, 0.9, 1.2):
         flat.gradient.fill_(norm / math.sqrt(flat.gradient.numel()))
-        result = a2c.step(loss, 0.0, learners=3)
+        result = a2c.step(loss, 0.0, updates=6, learners=3)
         assert result.applied == math.isfinite(norm)
         if result.applied:
             usual = statistics.fmean(squares or [norm**2])
@@ -214,7 +233,7 @@ def test_others_gradients_are_taken_to_be_as_large_as_this_ranks_were():
             squares.append(min(norm, limit) ** 2)
     a2c.restart_mean_square(6)
     flat.gradient.fill_(0.9 / math.sqrt(flat.gradient.numel()))
-    a2c.step(loss, 0.0, learners=3)
+    a2c.step(loss, 0.0, updates=6, learners=3)
     assert float(flat.gradient.norm()) == pytest.approx(0.5 * math.sqrt(3), rel=1e-4)  # nothing is known of others
 
 
@@ -226,7 +245,7 @@ def test_what_is_usual_of_gradients_is_forgotten_in_time():
     norms = [1.0] * 300 + [0.9] * 400
     for norm in norms:
         flat.gradient.fill_(norm / math.sqrt(flat.gradient.numel()))
-        a2c.step(Loss(*torch.zeros(4)), 0.0, learners=3)
+        a2c.step(Loss(*torch.zeros(4)), 0.0, updates=0, learners=3)
     assert float(flat.gradient.norm()) == pytest.approx(0.5 * math.sqrt(3), abs=2e-3)  # as if all had been of 0.9
 
 
@@ -298,6 +317,27 @@ def test_gaussian_is_torchs():
     log_prob, entropy = distribution.log_prob_and_entropy(mean, actions)
     torch.testing.assert_close(log_prob, expected.log_prob(actions))
     torch.testing.assert_close(entropy, expected.entropy())
+
+
+@pytest.mark.parametrize(("wants", "bound"), [(1.0, 2.0), (-1.0, -20.0)])
+def test_a_gaussians_deviation_is_bounded_and_comes_back(wants: float, bound: float) -> None:
+    """By SAC's bounds, in steps of 0.1, where nothing but the entropy matters; it once grew without end."""
+    distribution, mean = Gaussian(Box(-1, 1, (2,))), torch.zeros(1, 2)
+    optimiser = torch.optim.RMSprop(distribution.parameters(), 0.1)
+
+    def learn(sign: float, updates: int) -> float:
+        for _ in range(updates):
+            entropy = distribution.log_prob_and_entropy(mean, mean)[1].mean()
+            optimiser.zero_grad()
+            (-sign * entropy).backward()
+            optimiser.step()
+        return float(entropy.detach()) / 2 - 0.5 * math.log(2 * math.pi * math.e)
+
+    assert math.isclose(learn(wants, 300), bound, rel_tol=1e-5)
+    assert abs(float(distribution.log_std.detach()[0]) - bound) < 1.0
+    samples = distribution.sample(mean.expand(10_000, 2), torch.Generator().manual_seed(9))
+    assert math.isclose(math.log(float(samples.std())), bound, abs_tol=0.05)
+    assert abs(learn(-wants, 30) - bound) > 1.0
 
 
 def test_gaussian_samples_have_its_mean_and_deviation():

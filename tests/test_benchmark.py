@@ -198,7 +198,7 @@ def test_each_training_starts_alike() -> None:
             assert agent.a2c.kept.warms_up_from == 0
             for _ in range(2):
                 agent.flat.gradient.fill_(1.0)
-                agent.a2c.step(MagicMock(), 0.01)
+                agent.a2c.step(MagicMock(), 0.01, updates=0)
             models.append(agent.flat.data.clone())
             agent.a2c.kept.warms_up_from = 7
         return models

@@ -70,7 +70,7 @@ class ShortAndLong:
         self._steps += 1
         episodes = [Episode(0.0, 1, 0)] + ([Episode(10.0, 10, 1)] if self._steps % 10 == 0 else [])
         nothing = np.zeros(2)
-        return Step(np.zeros((2, 1)), nothing, nothing, nothing, nothing, episodes)
+        return Step(np.zeros((2, 1)), nothing, nothing, nothing, nothing, episodes, nothing > 0)
 
 
 class Echo:

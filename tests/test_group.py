@@ -19,7 +19,6 @@ import torch
 from gymnasium.spaces import Box, Discrete
 
 from pala.a2c.learner import Learner
-from pala.a2c.learning_rate import learning_rate_factor
 from pala.a2c.update import A2C, Rollout
 from pala.comm.mapped_file import share
 from pala.config import A2CConfig, Config, ExchangeConfig, GorilaConfig, NetworkConfig, RunConfig
@@ -101,13 +100,6 @@ def test_the_lowest_that_lives_leads() -> None:
     assert budget.leaders == [1, 4]
     budget.peer_died(1)
     assert budget.leaders == [4]
-
-
-def test_the_learning_rates_of_one_model_and_of_one_each_are_the_ends() -> None:
-    paired = ExchangeConfig(mixing="paired", group=4)
-    assert learning_rate_factor(paired, 16, 16) == learning_rate_factor(paired, 16) == 16
-    assert learning_rate_factor(paired, 16, 1) == learning_rate_factor(ExchangeConfig("allreduce"), 16) == 4
-    assert learning_rate_factor(paired, 16, 4) == 8
 
 
 # ---- the memory of a group -------------------------------------------------------------------------------------------
@@ -193,14 +185,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {},
+    {"mixing": "uniform"},
     {"mixing": "paired"},
     {"mixing": "push_sum", "topology": "exponential"},
     {"compression": "bfloat16", "mixing": "paired"},
     {"compression": "top_k"},
     {"mixing": "paired", "exchanges_per_update": 3},
     {"max_staleness": 0},
-    {"topology": "complete"},
+    {"topology": "complete", "mixing": "uniform"},
 ]
 
 
@@ -217,7 +209,7 @@ def test_the_ranks_of_a_group_hold_one_model(settings: dict[str, Any], watch: Wa
 
 
 def test_a_group_of_all_ranks_is_synchronous_a2c(watch: Watch, tmp_path: Path) -> None:
-    settings = {"learning_rate_scaling": "ranks", "learning_rate_decay": "linear"}
+    settings = {"learning_rate": "auto", "learning_rate_decay": "linear"}
     jobs = []
     for name, exchange in (("group", ExchangeConfig(group="host")), ("allreduce", ExchangeConfig("allreduce"))):
         config = configure(tmp_path / name, steps=600)
@@ -228,11 +220,11 @@ def test_a_group_of_all_ranks_is_synchronous_a2c(watch: Watch, tmp_path: Path) -
 
 
 def test_what_changes_a_step_is_the_same_in_a_group(watch: Watch, tmp_path: Path) -> None:
-    """The rate by the steps left and by the number of learners, clipping by the number of models, quasi-global
+    """The rate by the steps left and by the number of models, clipping by that, too, quasi-global
     momentum and running moments."""
     config = configure(tmp_path, steps=1500, group=2, mixing="paired")
     a2c = replace(
-        config.a2c, learning_rate_scaling="ranks", learning_rate_decay="linear", momentum=0.5, gradient_clipping="mean"
+        config.a2c, learning_rate="auto", learning_rate_decay="linear", momentum=0.5, gradient_clipping="mean"
     )
     env = replace(config.env, normalize_observations=True, normalize_rewards=True)
     job = train(5, replace(config, a2c=a2c, env=env), [fail_at(4, update=10)])

@@ -36,6 +36,8 @@ PROGRAMS = (
     "__main__",
     "gossip",
     "train",
+    "supervise",
+    "tune",
     "evaluate",
     "play",
     "plot",

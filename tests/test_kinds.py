@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import typing
+from dataclasses import replace
 
 import pytest
 
-from pala.a2c.learning_rate import kept_by_mixing, learning_rate_factor
+from pala.a2c.learning_rate import learning_rate
 from pala.config import Config, ExchangeConfig, facts_of
 from pala.config.catalogue import KINDS, RULES, TOPOLOGIES, kind_of
-from pala.lab.simulate.progress import measure
 
 
 def test_every_kind_of_the_configuration_has_a_row() -> None:
@@ -44,21 +44,11 @@ def test_every_rule_and_topology_has_a_row_that_says_what_is_made_of_it() -> Non
         assert len(row.out_peers(0, range(4), 0, 1)) == (3 if row.to_all else 1)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "factor"),
-    [
-        (ExchangeConfig("none"), 1.0), (ExchangeConfig("allreduce"), 3.0), (ExchangeConfig(mixing="paired"), 9.0),
-        (ExchangeConfig(), 9 / 0.8), (ExchangeConfig("shared_memory"), 9 / 0.8),
-    ],
-)  # fmt: skip
-def test_nine_ranks_step_so_many_times_as_far_as_one(exchange: ExchangeConfig, factor: float) -> None:
-    assert learning_rate_factor(exchange, 9) == pytest.approx(factor)
-    assert learning_rate_factor(exchange, 1) == 1
-
-
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("mixing", ["uniform", "paired"])
-def test_what_mixing_keeps_is_what_the_simulation_measures(mixing: typing.Any, ranks: int) -> None:
-    measured = measure(mixing, "random", ranks, delay=0.05, slowness=1.0, updates=200, seed=1)
-    assert kept_by_mixing(ExchangeConfig(mixing=mixing), ranks) == pytest.approx(measured.kept, abs=0.04)
-    assert measured.apart_updates < 2
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("models", "times"), [(1, 1), (2, 1), (3, 1.5), (4, 2), (64, 2)])
+def test_models_that_are_mixed_are_moved_by_longer_steps(kind: typing.Any, models: int, times: float) -> None:
+    config = Config(exchange=ExchangeConfig(kind))
+    expected = 7e-4 * (times if kind in ("gossip", "shared_memory") else 1)
+    assert learning_rate(config, models) == pytest.approx(expected)
+    fixed = replace(config, a2c=replace(config.a2c, learning_rate=0.25))
+    assert learning_rate(fixed, models) == 0.25

@@ -24,9 +24,9 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pala.config import from_table, load_preset, load_with_ranks
+from pala.config import from_table, load_preset
 from pala.exchange.budget import ExchangeState
-from pala.job.header import header, note_on_ranks, note_on_unused
+from pala.job.header import header, note_on_unused
 from pala.run import console
 from pala.run.console import Figures, Lines, Reporter, make_console
 from pala.run.loop import Stopwatch
@@ -34,7 +34,6 @@ from pala.run.metrics import SECTIONS, MetricsWriter, Record, Tail, metrics_path
 from pala.run.panel import Panel
 from pala.run.tensorboard import TensorBoard
 from pala.run.view import RunView
-from pala.system.errors import PalaError
 from pala.system.files import json_text
 from pala.system.output import log
 
@@ -354,11 +353,13 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
         return header(job, agent, SimpleNamespace(folder=Path("runs/r")))
 
     text = header_of("pong", steps_made=1000)
-    for words in ("runs/r", "3 ranks on 2 hosts (node1, node2)", "gossip", "866,439 parameters, float32, on cpu"):
+    for words in ("runs/r", "3 ranks on 2 hosts (node1, node2)", "gossip", "866,439 parameters, auto, on cpu"):
         assert words in text
-    assert "40,000,000 steps over all ranks, 1,000 of them made before" in text
-    done = header_of("pong", steps_made=40_000_160)
-    assert "and 40,000,160 were made before: none is left to train (a larger `--total-steps` goes on)" in done
+    assert "learning rate 0.00105 = 1.5 x 0.0007 for 3 models, momentum 0.5" in text
+    assert "learning rate 0.0014\n" in header_of("gala/pong", 0)
+    assert "2,500,000 steps over all ranks, 1,000 of them made before" in text
+    done = header_of("pong", steps_made=2_500_160)
+    assert "and 2,500,160 were made before: none is left to train (a larger `--total-steps` goes on)" in done
     assert "learning begins after 50,000" in header_of("gorila/pong", 0)
     assert "learning begins" not in header_of("gorila/pong", 60_000)
 
@@ -392,8 +393,7 @@ def test_settings_that_nothing_reads_are_told():
             "gorila.loss_filter_horizon_updates", 7, {"gorila.loss_filter_deviations": 0.0, "algorithm": "gorila"},
             {"algorithm": "gorila"},
         ),
-        ("a2c.momentum_smoothing", 0.9, {}, {"a2c.momentum": 0.5}),
-        ("a2c.learning_rate_most_scaling", 2.0, {}, {"a2c.learning_rate_scaling": "ranks"}),
+        ("a2c.momentum_smoothing", 0.9, {"a2c.momentum": 0.0}, {"a2c.momentum": 0.5}),
         ("exchange.top_k_fraction", 0.1, {}, {"exchange.compression": "top_k"}),
         (
             "gorila.rmsprop_alpha", 0.9, {"algorithm": "gorila"},
@@ -420,28 +420,6 @@ def nested(settings):
         *section, name = key.split(".")
         (table.setdefault(section[0], {}) if section else table)[name] = value
     return table
-
-
-def test_a_learning_rate_for_another_number_of_ranks_is_told(tmp_path):
-    def note(config, ranks):
-        return note_on_ranks(Path("pong"), *load_with_ranks("pong"), config, ranks)
-
-    pong = load_preset("pong")
-    assert "has the learning rate 0.0014 for 4 ranks, but 1 train" in note(pong, 1)
-    assert "`--a2c.learning-rate 0.0007`" in note(pong, 1)
-    other = replace(pong, a2c=replace(pong.a2c, learning_rate=1e-3))
-    alone = replace(pong, exchange=replace(pong.exchange, kind="none"))
-    assert "each learns alone" in note(alone, 4)
-    assert "`--a2c.learning-rate 0.0007`" in note(alone, 4)
-    assert not note(pong, 4) and not note(other, 1)
-    assert not note_on_ranks(Path("mine"), pong, None, pong, 1)
-    scaled = replace(pong, a2c=replace(pong.a2c, learning_rate_scaling="ranks"))
-    assert "0.0014 for 4 ranks already" in note(scaled, 4)
-    assert "would be `--a2c.learning-rate 0.0007`" in note(scaled, 4)
-    assert not note(replace(scaled, a2c=replace(scaled.a2c, learning_rate=7e-4)), 4)
-    (tmp_path / "mine.toml").write_text("ranks = 'four'")
-    with pytest.raises(PalaError, match="'ranks' is 'four' but must be a number of ranks"):
-        load_with_ranks(tmp_path / "mine.toml")
 
 
 def test_what_is_not_finite_is_null(run, capsys):

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pala.config import load_with_ranks
+from pala.supervise import read_options
 from pala.train import parse
-from supervise import read_options, usual_ranks
 from support import REPOSITORY
 from support.helpers import record_of
 from support.mpi import Launcher
@@ -103,23 +102,24 @@ def test_train_with_options(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train with options and a preset. Restarts are only parsed here; `test_supervise.py` makes some."""
     assert "./launch/test.sh" in commands(RUNNING, "./launch/")
     (restarts,) = (line for line in commands(RUNNING, "./launch/train.sh") if "--restarts" in line)
-    (more_ranks,) = (line for line in commands(RUNNING, "./launch/train.sh") if " -n 4 paired/" in line)
+    (short,) = (line for line in commands(RUNNING, "./launch/train.sh") if line.endswith("pong --seed 2"))
     options, others = read_options(["--restarts", "0", *shlex.split(restarts)[1:]])  # as train.sh
-    assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Pong-v5")
-    train_as_written(more_ranks.replace("-n 4", "-n 1"), tmp_path, 1, 0, any_mpi)
+    assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Breakout-v5")
+    train_as_written(short.replace("train.sh", "train.sh -n 1"), tmp_path, 1, 0, any_mpi)
 
 
-def test_the_presets_of_the_best_settings_are_for_the_ranks_that_the_launcher_starts() -> None:
-    written = [line for page in (RUNNING, EXCHANGES) for line in commands(page, "./launch/train.sh")]
-    best = [line for line in written if re.search(" (paired|allreduce)/", line)]
-    taken = re.findall(r"^\| (?:are|may) [^|]*\| `((?:paired|allreduce)/[^`]*)`", EXCHANGES.read_text(), re.MULTILINE)
-    of_readme = re.findall(r"^\| (?:are|may) [^|]*\| `(./launch/train.sh [^`]*)`", README.read_text(), re.MULTILINE)
-    assert (len(best), len(taken), len(of_readme)) == (7, 4, 3)  # with those of the tables of cases
-    for line in (*best, *of_readme, *(f"./launch/train.sh {words}" for words in taken)):
-        parsed = parse(read_options(shlex.split(line)[1:])[1])
-        assert parsed.preset is not None and load_with_ranks(parsed.preset)[1] == usual_ranks(parsed)
-        kind, _, _ = str(parsed.preset).partition("/")
-        assert kind == (parsed.config.exchange.mixing if kind == "paired" else parsed.config.exchange.kind)
+def test_the_commands_of_the_tables_of_cases_train_what_they_say() -> None:
+    cases = [
+        command
+        for page in (EXCHANGES, README)
+        for command in re.findall(
+            r"^\| (?:are|may) [^|]*\| `((?:\./launch/train\.sh|pala train) [^`]*)`", page.read_text(), re.MULTILINE
+        )
+    ]
+    assert len(cases) == 8
+    given = [command.removeprefix("pala train").removeprefix("./launch/train.sh") for command in cases]
+    kinds = [parse(read_options(shlex.split(options))[1]).config.exchange.kind for options in given]
+    assert kinds == ["allreduce", *["gossip"] * 4, "allreduce", "gossip", "gossip"]
 
 
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     made = tmp_path / "pong"
 
     def as_written(command: str) -> str:
-        return command.replace("RUN", str(made)).replace("-np 2", "-np 1")
+        return command.replace("RUN", str(made)).replace("pala train -n 2", "python -m pala train -n 1")
 
-    train, resume = commands(RUNNING, "mpirun -np 2 python -m pala.train")
+    train, resume = commands(RUNNING, "pala train -n 2")
     run(f"{as_written(train)} {FEW} --evaluation.episodes 0 --run.dir {tmp_path} --run.name {made.name}", any_mpi)
     run(f"{as_written(resume)} {FEW.replace('400', '800')} --evaluation.episodes 0", any_mpi)
     assert len(record_of(made)["segments"]) == 2
@@ -137,7 +137,7 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
 
 def test_gorilas_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train twice, and make the table of the games."""
-    gorila, fast, *_ = (line for line in commands(GORILA, "./launch/train.sh") if "gorila" in line)
+    fast, gorila, *_ = (line.replace("pala ", "python -m pala ", 1) for line in commands(GORILA, "pala train"))
     fast, gorila = fast.replace("-n 2", "-n 1"), gorila.replace("-n 4", "-n 2")
     for command, folder, episodes in ((fast, "fast", 0), (gorila, "games", 2)):
         few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes {episodes} --run.dir {tmp_path / folder}"

@@ -34,6 +34,7 @@ from support.learning import BATCH, ENVS, Run, configured
 
 torch.set_num_threads(1)
 STEPS, ROWS = 4, 3
+FLOAT32 = NetworkConfig(precision="float32")
 VECTOR, IMAGE = Box(-1, 1, (3,)), Box(0, 255, (2, 36, 36), np.uint8)
 MAZE = runpy.run_path(str(REPOSITORY / "examples/t_maze.py"))["TMaze"]
 
@@ -47,7 +48,7 @@ class TMaze(MAZE):
 
 def network_of(kind: str, space: Box) -> tuple[ActorCritic, NetworkConfig]:
     torch.manual_seed(0)
-    config = NetworkConfig((4, 4, 4), 8, (8,), memory=kind)
+    config = NetworkConfig((4, 4, 4), 8, (8,), memory=kind, precision="float32")
     network = ActorCritic(space, Discrete(2), config)
     nn.init.normal_(network.policy_head.weight)
     return network, config
@@ -198,8 +199,9 @@ def test_new_games_begin_without_memory() -> None:
 
 def test_a_lost_life_ends_no_memory() -> None:
     nothing = np.zeros(3)
-    step = Step(nothing, nothing, np.ones(3, bool), nothing, nothing, [Episode(1.0, 5, 1)])
+    step = Step(nothing, nothing, np.ones(3, bool), nothing, nothing, [Episode(1.0, 5, 1)], nothing > 0)
     assert step.began.tolist() == [False, True, False]
+    assert step._replace(failed=np.array([True, False, False])).began.tolist() == [True, True, False]
 
 
 # ---- networks of one's own -------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ def made(make: Callable[..., nn.Module], space: Box = VECTOR) -> Any:
 def test_ones_own_memory_is_carried_on(space: Box) -> None:
     network = made(Own, space)
     observations = seen(space)
-    tape = make_tape(network, NetworkConfig(), STEPS, observations[0])
+    tape = make_tape(network, FLOAT32, STEPS, observations[0])
     assert isinstance(tape, RecurrentTape)
     first, second = (tape.forward(observations[0])[0] for _ in range(2))
     assert not first.allclose(second)
@@ -338,7 +340,7 @@ def test_a_trunk_that_keeps_rows_apart_is_taken(trunk: Callable[[], nn.Module]) 
     torch.manual_seed(1)
     before = torch.get_rng_state()
     network = made(lambda *_: Trunk(trunk(), 8))
-    assert isinstance(make_tape(network, NetworkConfig(), 1, seen(VECTOR)[0]), AutogradTape)
+    assert isinstance(make_tape(network, FLOAT32, 1, seen(VECTOR)[0]), AutogradTape)
     assert not torch.get_rng_state().equal(before)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +18,7 @@ import torch
 from pala.a2c.update import A2C, Loss, UpdateResult
 from pala.config import Config, EnvConfig, ExchangeConfig, NetworkConfig
 from pala.lab.simulate import learn as program
-from pala.lab.simulate import progress
+from pala.lab.simulate import progress, tune
 from pala.lab.simulate.learn import METHODS, Conditions, Learned, learn, parse
 from pala.system.errors import PalaError
 from support.helpers import slow_but_for
@@ -55,13 +58,13 @@ def test_the_learning_rate_may_fall(method: str) -> None:
     falling = dataclasses.replace(CONFIG, a2c=dataclasses.replace(CONFIG.a2c, learning_rate_decay="linear"))
     rates, step = [], A2C.step
 
-    def noting(a2c: A2C, loss: Loss, rate: float, learners: int) -> UpdateResult:
+    def noting(a2c: A2C, loss: Loss, rate: float, updates: int, learners: int) -> UpdateResult:
         rates.append(rate)
-        return step(a2c, loss, rate, learners)
+        return step(a2c, loss, rate, updates, learners)
 
     with mock.patch.object(A2C, "step", noting):
         learn(method, falling, Conditions(2))
-    assert rates[0] == CONFIG.a2c.learning_rate and rates[-1] < 0.15 * rates[0]
+    assert rates[0] == 7e-4 and rates[-1] < 0.15 * rates[0]
     assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
 
 
@@ -197,3 +200,55 @@ def test_a_preset_of_another_exchange_is_simulated_with_the_methods(words: list[
 def test_of_two_options_the_one_that_there_is_not_is_named() -> None:
     with pytest.raises(PalaError, match="there is no option '--total-step'; did you mean `--total-steps`"):
         parse(["--ranks", "16", "--total-step", "1000"])
+
+
+# ---- tune ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returns", "words"),
+    [
+        ({1: [5, 6], 2: [1, 2]}, "The default, 1, learned most: leave"),
+        ({1: [4, 6], 2: [5, 7], 4: [1, 1]}, "2 learned most, but its trainings and those of the default, 1, overlap"),
+        ({1: [1, 2], 2: [5, 7], 4: [1, 1]}, "Train with `--a2c.learning-rate 2`."),
+        ({1: [1, 2], 2: [2, 3], 4: [5, 7]}, "learning-rate 4`. It is the highest rate tried: try higher ones."),
+        (
+            {0.5: [5, 7], 1: [1, 2], 4: [-math.inf, 9]},
+            "0.5`. It is the lowest rate tried: try lower ones.",
+        ),
+    ],
+)
+def test_tune_says_what_to_do(returns: dict[float, list[float]], words: str) -> None:
+    assert words in tune.advice(list(returns.items()), auto=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--env.id", "CartPole-v1"], "'--env.id' is given, but here the environment is the first word"),
+        (["--seed", "3"], "'--seed' is given"),
+        (["--a2c.learning-rate", "0.1"], "'--rates' names the learning rates here"),
+        (["--rates", "0"], "'--rates' must be numbers above 0"),
+        (["--ranks", "0"], "'--ranks' is 0"),
+        (["--algorithm", "gorila"], "A2C only is simulated"),
+    ],
+)
+def test_what_tune_cannot_try_is_refused(arguments: list[str], words: str) -> None:
+    with pytest.raises(PalaError, match=words):
+        tune.parse(arguments)
+
+
+@pytest.mark.slow
+def test_tune_as_a_user_starts_it() -> None:
+    command = [sys.executable, "-m", "pala", "tune", "CartPole-v1", "--ranks", "2", "--rates", "1e-3", "--seeds", "1"]
+    done = subprocess.run([*command, "--total-steps", "2000"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "2 trainings of simulated ranks" in done.stdout and "|" in done.stdout
+    assert "learning rate 0.0007, seed 1: mean return" in done.stdout and "0.001" in done.stdout
+
+
+def test_without_an_episodes_end_tune_says_what_to_raise() -> None:
+    env = dataclasses.replace(CONFIG.env, id="Pendulum-v1")
+    command = dataclasses.replace(tune.Command(ranks=2), config=dataclasses.replace(CONFIG, env=env, total_steps=200))
+    with pytest.raises(PalaError, match="No episode ended within 200 steps"):
+        tune._train(command, 1e-3, 1)

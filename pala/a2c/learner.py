@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from pala.a2c.learning_rate import learning_rate_factor
+from pala.a2c.learning_rate import learning_rate
 from pala.a2c.movement import Movement
 from pala.a2c.update import Loss, Rollout, UpdateResult
 from pala.envs.vector import Step
@@ -42,7 +42,7 @@ class Learner(Loop):
     def __init__(self, agent: A2CAgent, exchange: ModelExchange, interrupt: Interrupt) -> None:
         super().__init__(agent, exchange, interrupt)
         self._config, self._rank = agent.config, agent.rank
-        self._envs, self._a2c = agent.envs, agent.a2c
+        self._a2c = agent.a2c
         self._tape, self._flat = agent.a2c.tape, agent.a2c.flat
         self._normalization = agent.a2c.normalization
         self._means, self._logged = Means(), self.began_with  # of the interval; what was done before it
@@ -103,7 +103,7 @@ class Learner(Loop):
     def step(self, loss: Loss) -> UpdateResult:
         """Make one step along the gradient."""
         with self._watch.section("update"):
-            result = self._a2c.step(loss, self._learning_rate(), self._learners)
+            result = self._a2c.step(loss, self._learning_rate(), self.counters.updates, self._learners)
         self._count_update(result)
         return result
 
@@ -140,11 +140,12 @@ class Learner(Loop):
                 rollout.policy_outputs.append(policy_output)
                 rollout.values.append(value.squeeze(-1))
                 rollout.actions.append(actions)
-                rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
-                rollout.rewards.append(self._rewards(step, rollout.ended[-1]))
+                ended = step.terminated | step.truncated | step.failed
+                rollout.ended.append(self._to_device(ended.astype(np.float32)))
+                rollout.rewards.append(self._rewards(step, rollout.ended[-1], rollout.values[-1]))
                 self._look(step.observations)
-                if self._tape.remembers and step.episodes:
-                    self._tape.forget(self._to_device(step.began))
+                if self._tape.remembers and (began := step.began).any():
+                    self._tape.forget(self._to_device(began))
             for episode in step.episodes:
                 self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | episode.record())
             with self._watch.section("exchange"):
@@ -154,9 +155,13 @@ class Learner(Loop):
         with self._watch.section("inference"):
             return rollout, self._value(self.observations)
 
-    def _rewards(self, step: Step, ended_B: Tensor) -> Tensor:
+    def _rewards(self, step: Step, ended_B: Tensor, values_B: Tensor) -> Tensor:
         """Return the rewards [B]; where a time limit cut the episode, add the discounted value of what would have
-        followed."""
+        followed.
+
+        Where an environment failed, return V of the observation before: the step then has an advantage of exactly 0,
+        moves nothing but the entropy, and what came before it is bootstrapped by that V.
+        """
         rewards_B = self._to_device(step.rewards)
         if self._normalization is not None:
             rewards_B = self._normalization.rewards(rewards_B, ended_B)
@@ -164,6 +169,9 @@ class Learner(Loop):
             truncated_B = self._to_device(step.truncated)
             value = self._value(self._to_device(step.final_observations), truncated_B)
             rewards_B[truncated_B] += self._config.a2c.gamma * value
+        if step.failed.any():
+            failed_B = self._to_device(step.failed)
+            rewards_B[failed_B] = values_B[failed_B].to(rewards_B.dtype)
         return rewards_B
 
     def _value(self, observations: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -213,17 +221,17 @@ class Learner(Loop):
     @property
     def _learners(self) -> int:
         """Return the number of learners whose mean gradient is to be clipped; 1: this rank's own gradient is."""
-        config = self._config
-        mixes = config.exchange_kind.coupling == 1
-        return self._exchange.num_models if mixes and config.a2c.gradient_clipping == "mean" else 1
+        return self._models if self._config.a2c.gradient_clipping == "mean" else 1
+
+    @property
+    def _models(self) -> int:
+        """Return how many models are mixed; 1: none are."""
+        return self._exchange.num_models if self._config.exchange_kind.coupling == 1 else 1
 
     def _learning_rate(self) -> float:
         """Return the rate of this update. Ranks that died do not count."""
-        config, rate = self._config, self._config.a2c.learning_rate
-        if config.a2c.learning_rate_scaling == "ranks":
-            exchange = self._exchange
-            factor = learning_rate_factor(config.exchange, exchange.num_learners, exchange.num_models)
-            rate *= min(factor, config.a2c.learning_rate_most_scaling)
+        config = self._config
+        rate = learning_rate(config, self._models)
         if warmup := config.a2c.learning_rate_warmup_updates:
             rate *= min(1.0, (self.counters.updates - self._a2c.kept.warms_up_from + 1) / warmup)
         if config.a2c.learning_rate_decay == "linear":

@@ -1,42 +1,24 @@
-"""The step length of many learners beside that of one, at the same learning rate. Pure: no torch, no MPI."""
+"""The learning rate of many learners that mix their models. Pure: no torch, no MPI."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from pala.config import Config
 
-from pala.config.catalogue import RULES, TOPOLOGIES, kind_of
-
-if TYPE_CHECKING:
-    from pala.config import ExchangeConfig
-
-_MODEL_AGE_UPDATES = 0.5  # of a model when it is mixed, on one host; on slow links more, and less is kept
+ONE_LEARNER = 7e-4  # GALA's, released settings
+_MOST_TIMES = 2.0
 
 
-def kept_by_mixing(exchange: ExchangeConfig, ranks: int) -> float:
-    """Return the share of the ranks' steps that mixing leaves them on one host: 1 / (1 + f d), where a mix takes the
-    fraction f of models that are d updates old. Measured by `python -m pala.simulate progress` and by a run's *progress
-    kept*.
+def learning_rate(config: Config, models: int) -> float:
+    """Return the step size where ranks that train hold `models` models: `a2c.learning_rate`, or what its `auto` stands
+    for.
+
+    `auto` is GALA's rate of one learner. Where N models are mixed, each is moved by steps that are divided by the size
+    of a noisy gradient; synchronous A2C divides by that of the mean, so its model goes further at the same rate.
+    Momentum makes up for a part of that, and N/2 times the rate for another. At more than 2 times the rate, policies
+    that differ too much learn less. Rates and momentum were swept with 2 to 16 ranks (results/mixing/minatar.md).
     """
-    if RULES[exchange.mixing].by_pairs:
-        return 1.0
-    others = TOPOLOGIES[exchange.graph].num_in_peers(ranks)
-    return 1 / (1 + _MODEL_AGE_UPDATES * others / (1 + others))
-
-
-def learning_rate_factor(exchange: ExchangeConfig, ranks: int, models: int | None = None) -> float:
-    """Return the factor by which `ranks` learners step further than one alone, if `a2c.learning_rate_scaling` is
-    `ranks`. `models`: how many models they hold, where groups of ranks hold one; None: one each.
-
-    A batch of N learners allows steps √N times as long (Malladi et al. 2022, arXiv 2205.10287), and GALA multiplies by
-    √N. RMSprop divides by the size of a rank's own gradient, which noise makes √N times that of the mean of N: so where
-    every rank divides by itself, the same rate gives steps √N shorter, and mixing may take back a part of them. A group
-    of n ranks divides by the size of its mean gradient: then they are √(N / n) shorter.
-    """
-    kind = kind_of(exchange)
-    if kind.independent:
-        return 1.0
-    if kind.averages_gradients:
-        return math.sqrt(ranks)
-    models = models or ranks
-    return math.sqrt(ranks / models) * models / kept_by_mixing(exchange, models)
+    rate = config.a2c.learning_rate
+    if rate != "auto":
+        return rate
+    mixes = config.exchange_kind.coupling == 1
+    return ONE_LEARNER * (min(max(models / 2, 1.0), _MOST_TIMES) if mixes else 1.0)

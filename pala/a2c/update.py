@@ -164,9 +164,9 @@ class A2C:
         if self._momentum is not None:
             self._momentum.restart()
 
-    def step(self, loss: Loss, learning_rate: float, learners: int = 1) -> UpdateResult:
+    def step(self, loss: Loss, learning_rate: float, updates: int, learners: int = 1) -> UpdateResult:
         """Clip the gradient in `flat.gradient`, as one of `learners` learners, and take one optimiser step, unless it
-        is not finite."""
+        is not finite. `updates`: how many were made before."""
         config, learned = self._config, slice(self.flat.num_learned)
         gradient = self.flat.gradient[learned]
         norm = clip_gradient_(gradient, config.max_gradient_norm, learners, self._usual_square)
@@ -186,8 +186,15 @@ class A2C:
                 config.rmsprop_alpha,
                 config.rmsprop_epsilon,
                 config.rmsprop_epsilon_inside_root,
+                self._known_share(updates + 1 - self.kept.warms_up_from),
             )
         return UpdateResult(loss, norm, finite)
+
+    def _known_share(self, squares: int) -> float:
+        """Return the share that `squares` squared gradients make up of their mean, which began at 0 (Adam, arXiv
+        1412.6980, section 3); 1: that is not corrected."""
+        config = self._config
+        return 1 - config.rmsprop_alpha**squares if config.rmsprop_bias_correction else 1.0
 
     def _count_norm(self, norm: float, learners: int) -> None:
         """Update the mean of the squared norms, later a running one; a large norm counts as what it can be clipped

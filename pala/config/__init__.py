@@ -1,7 +1,7 @@
 """The configuration: its dataclasses, what is known of each setting, and how presets are read."""
 
 from pala.config.facts import facts_of
-from pala.config.load import checked, from_table, load_preset, load_with_ranks, to_table
+from pala.config.load import checked, from_table, load_preset, to_table
 from pala.config.schema import (
     A2CConfig,
     Config,
@@ -35,6 +35,5 @@ __all__ = [
     "facts_of",
     "from_table",
     "load_preset",
-    "load_with_ranks",
     "to_table",
 ]

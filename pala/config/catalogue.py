@@ -17,7 +17,7 @@ ACTOR_CRITIC = ("a2c",)
 """Algorithms that play rollouts and exchange models: they read the sections `a2c` and `exchange`."""
 
 _NO_GROUPS: Mapping[str, tuple[Any, ...]] = {"group": (1,)}
-_WHOLE_MODELS: Mapping[str, tuple[Any, ...]] = {"mixing": ("uniform",), "compression": ("none",), **_NO_GROUPS}
+_WHOLE_MODELS: Mapping[str, tuple[Any, ...]] = {"compression": ("none",), **_NO_GROUPS}
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,18 @@ def check(config: Config, source: str) -> None:
 
 def check_exchange(exchange: ExchangeConfig, source: str) -> None:
     """Raise PalaError for settings of the exchange that do not go together."""
+    if exchange.kind == "gossip":
+        _check_mixing(exchange, source)
+    for key, values in kind_of(exchange).allows.items():
+        if (value := getattr(exchange, key)) not in values:
+            raise PalaError(
+                f"{source}: 'exchange.{key}' is {value!r}, but 'exchange.kind' is {exchange.kind!r}, which has "
+                f"{_listed(values)} only; 'gossip' has all."
+            )
+
+
+def _check_mixing(exchange: ExchangeConfig, source: str) -> None:
+    """Raise PalaError for settings that gossip's mixing rule cannot do."""
     rule = RULES[exchange.mixing]
     if rule.of_whole_models and exchange.compression == "top_k":
         raise PalaError(
@@ -54,12 +66,6 @@ def check_exchange(exchange: ExchangeConfig, source: str) -> None:
             f"{source}: 'exchange.exchanges_per_update' is {exchange.exchanges_per_update}, but 'exchange.mixing' is "
             f"{exchange.mixing!r}, by which a rank sends once an update; set the one to 1 or the other to 'paired'."
         )
-    for key, values in kind_of(exchange).allows.items():
-        if (value := getattr(exchange, key)) not in values:
-            raise PalaError(
-                f"{source}: 'exchange.{key}' is {value!r}, but 'exchange.kind' is {exchange.kind!r}, which has "
-                f"{_listed(values)} only; 'gossip' has all."
-            )
 
 
 def _check_replay(config: Config, source: str) -> None:

@@ -10,31 +10,18 @@ from pala.config import presets
 from pala.config.checks import check
 from pala.config.schema import Config
 from pala.system.errors import PalaError
-from pala.system.tables import build, merged, shown
+from pala.system.tables import build, merged
 
 
 def load_preset(preset: str | Path) -> Config:
     """Read a TOML preset, given by path or by name (`pong`), over the preset that its key `base` names, if any, and
     the defaults. Raises PalaError that names the file and the key."""
-    return load_with_ranks(preset)[0]
-
-
-def load_with_ranks(preset: str | Path) -> tuple[Config, int | None]:
-    """Read a preset and its key `ranks`, the number of ranks that its learning rate was chosen for; None if it has
-    none. Raises PalaError that names the file and the key."""
     table = dict[str, Any]()
     config = Config()
-    ranks = None
     for name, above in presets.chain(preset):
-        source = f"Preset '{name}'"
-        a2c = above.get("a2c")
-        has_rate = isinstance(a2c, dict) and "learning_rate" in a2c  # then the base's ranks are not meant
-        ranks = above.pop("ranks", None if has_rate else ranks)
-        if ranks is not None and (type(ranks) is not int or ranks < 1):
-            raise PalaError(f"{source}: 'ranks' is {shown(ranks)} but must be a number of ranks, 1 or more.")
         table = merged(table, above)
-        config = from_table(table, source)
-    return config, ranks
+        config = from_table(table, f"Preset '{name}'")
+    return config
 
 
 def from_table(table: dict[str, Any], source: str) -> Config:

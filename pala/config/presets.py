@@ -5,8 +5,8 @@
     pong              configs/atari.toml, the family whose games need no folder
     my/preset.toml    a file of the user's own
 
-Beside the settings a preset may have the keys `base` (another preset, over whose settings it lies), `game` (an Atari
-game, in place of `env.id`) and `ranks` (the number that its learning rate is for).
+Beside the settings a preset may have the keys `base` (another preset, over whose settings it lies) and `game` (an Atari
+game, in place of `env.id`).
 
 `pala/configs` is the checkout's folder `configs`, by a link; a wheel has a copy in its place.
 """

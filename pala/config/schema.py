@@ -40,6 +40,9 @@ class EnvConfig:
     """Other than Atari: step the environments in this process, or each in a (spawned) process of its own. With `async`
     a script calls `pala.fit` or `pala.evaluate_policy` below `if __name__ == "__main__":`, because each process
     imports the script."""
+    restarts: int = setting(3, between=(0, 1e6), decides="nothing", changes="nothing")
+    """Failures of one environment in a row, without a whole episode in between, after which it is made anew; the next
+    one ends the rank (docs/environments.md)."""
     clip_rewards: Literal["auto", "sign", "none"] = setting("auto", changes="view")
     """Rewards that the learner sees: the sign of each [DQN] or the reward itself. `auto`: sign for Atari, none for
     others. Reported returns are never clipped."""
@@ -48,7 +51,7 @@ class EnvConfig:
     normalize_rewards: bool = False
     """Show the learner rewards over the running deviation of the discounted return. A2C only."""
     image_layout: Literal["auto", "channels_first", "channels_last"] = setting("auto", games="others")
-    """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/environments.md)."""
+    """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/spaces.md)."""
     terminal_on_life_loss: bool = setting(True, games="atari", changes="view")
     """Atari: a lost life ends the return in training, though the game continues [GALA]. Reports count whole games."""
     frame_skip: int = setting(4, between=(1, 1000), games="atari")
@@ -85,7 +88,7 @@ Precision = Literal["float32", "bfloat16", "auto"]
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The network of either algorithm. Images get convolutions, vectors an MLP (docs/environments.md)."""
+    """The network of either algorithm. Images get convolutions, vectors an MLP (docs/spaces.md)."""
 
     conv_channels: tuple[int, int, int] = setting((32, 64, 32), between=(1, 1e6), own_network=False)
     """Channels of the three convolutions, 8x8/4, 4x4/2, 3x3/1 [GALA: 32, 64, 32; DQN: 32, 64, 64]; of images under
@@ -95,9 +98,9 @@ class NetworkConfig:
     mlp_hidden: tuple[int, ...] = setting((64, 64), between=(1, 1e6), games="others", own_network=False)
     """Units of each hidden layer (tanh) for vector observations; A2C: policy and value apart. Ours."""
     memory: Literal["none", "lstm", "gru"] = setting("none", own_network=False)
-    """A memory of 256 units behind each trunk: an LSTM [A3C], or a GRU (docs/environments.md). Autograd makes its
+    """A memory of 256 units behind each trunk: an LSTM [A3C], or a GRU (docs/masks_and_memory.md). Autograd makes its
     passes, back to the first step of a rollout (`a2c.rollout_steps`). A2C only."""
-    precision: Precision = "float32"
+    precision: Precision = "auto"
     """Precision of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation
     are float32. bfloat16 is faster where the processor or GPU has its instructions, and several times slower elsewhere:
     `auto` takes it for images where all ranks have them, and float32 otherwise. On a GPU convolutions in float32 are
@@ -107,8 +110,8 @@ class NetworkConfig:
     0), as CUDA graphs on a GPU; `autograd` leaves all to torch. Equal up to rounding."""
     custom: str = ""
     """A network of your own in place of these: `module:Name` or `module:Name(width=256)` with plain values, a class or
-    function `(observation_space, num_outputs)` -> torch module with `trunk` and `heads` (docs/python.md). The widths
-    above and `passes` are then not read. Ours."""
+    function `(observation_space, num_outputs)` -> torch module with `trunk` and `heads` (docs/own_network.md). The
+    widths above and `passes` are then not read. Ours."""
 
 
 @dataclass(frozen=True)
@@ -121,21 +124,15 @@ class A2CConfig:
     """Discount a step [GALA]."""
     gae_lambda: float = setting(1.0, between=(0, 1))
     """Lambda of generalised advantage estimation (arXiv 1506.02438). 1 gives plain n-step returns [GALA]."""
-    learning_rate: float = setting(7e-4, between=(0, 1e6))
-    """Step size of RMSprop [GALA: 7e-4]."""
+    learning_rate: float | Literal["auto"] = setting("auto", between=(0, 1e6))
+    """Step size of RMSprop. `auto`: 7e-4, GALA's for one learner; where N models are mixed (gossip, `shared_memory`),
+    N/2 times that, at least 1 and at most 2 times. Ours (docs/learning.md)."""
     learning_rate_decay: Literal["none", "linear"] = setting("none", follows_budget=("linear",))
     """`linear`: falls to 0 at the end of the budget of global steps [GALA: none]."""
     learning_rate_warmup_updates: int = setting(0, between=(0, 1e9))
-    """A rank's first updates, over which the rate rises in equal steps. RMSprop's mean squares begin at 0, so that
-    without it the first step is 10 times as long as the rate says, 1 / sqrt(1 - alpha), and can ruin the network. A
-    spare that takes a place and a rank that was poisoned begin so, too. 0: none [GALA]. Ours (results/mixing/)."""
-    learning_rate_scaling: Literal["none", "ranks"] = "none"
-    """`none`: every rank steps by `learning_rate`. `ranks`: `learning_rate` is that of one learner alone, and is
-    multiplied for N ranks: `allreduce` by √N [GALA]; gossip and `shared_memory` by N over the progress that mixing
-    keeps, which makes their steps as long as those of `allreduce`; `none` by 1 (docs/architecture.md). Ours."""
-    learning_rate_most_scaling: float = setting(4.0, between=(1, 1e6), unless={"a2c.learning_rate_scaling": ("none",)})
-    """The most that `ranks` multiplies by: ranks whose policies differ too much act badly. Ours (results/mixing/)."""
-    momentum: float = setting(0.0, between=(0, 0.999))
+    """A rank's first updates, over which the rate rises in equal steps. A spare that takes a place and a rank that was
+    poisoned begin so, too. 0: none [GALA]. Ours (results/mixing/)."""
+    momentum: float = setting(0.5, between=(0, 0.999))
     """Quasi-global momentum (arXiv 2102.04761): beside its own step a rank moves by this multiple of the running mean
     of its model's moves, exchange included. The mean of the models goes 1 / (1 - momentum) times as far; the noise of a
     rank's own step grows hardly at all. 0 turns it off. With models that are under way for several updates 0.75 learns
@@ -146,6 +143,10 @@ class A2CConfig:
     """Decay of the mean square an update [GALA]."""
     rmsprop_epsilon: float = setting(1e-5, between=(1e-15, 1))
     """Keeps the division finite [GALA: 1e-5]."""
+    rmsprop_bias_correction: bool = True
+    """Divide the mean squares, which begin at 0, by 1 - alpha^t at the t-th update, as Adam does (arXiv 1412.6980,
+    section 3). Without it [GALA] the first step is 10 times as long as the rate says, 1 / sqrt(1 - alpha), and can ruin
+    the network."""
     rmsprop_epsilon_inside_root: bool = False
     """False: g / (sqrt(v) + eps), as PyTorch and [GALA]. True: g / sqrt(v + eps), as TensorFlow."""
     value_coefficient: float = setting(0.5, between=(0, 1e6))
@@ -177,10 +178,10 @@ class ExchangeConfig:
     topology: TopologyName = setting("auto", kinds=("gossip", "shared_memory"))
     """The peers that a rank sends to: a new random one each round; the next rank; the rank 1, 2, 4, … further on; all.
     `auto`: random; with `shared_memory`, ring [GALA]."""
-    mixing: MixingName = setting("uniform", kinds=("gossip",))
-    """`uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`: weighted so that skipped messages do
-    not bias the mean (arXiv 1811.10792). `paired`: two ranks move towards each other by the same amount, so that no
-    rank's learning is taken back, however old the models are (docs/architecture.md)."""
+    mixing: MixingName = setting("paired", kinds=("gossip",))
+    """`paired`: two ranks move towards each other by the same amount, so that no rank's learning is taken back, however
+    old the models are (docs/how_gossip_works.md). `uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA].
+    `push_sum`: weighted so that skipped messages do not bias the mean (arXiv 1811.10792)."""
     exchanges_per_update: int = setting(1, between=(1, 1000), kinds=("gossip",))
     """`paired`: how many offers a rank may make in an update, one after the other. With more than 1 ranks exchange
     between two environment steps as well, and move at the end of the update. Ours (results/mixing/)."""
@@ -348,8 +349,8 @@ class Config:
     algorithm: Literal["a2c", "gorila"] = "a2c"
     """`a2c`: actor-learners, as the sections `a2c` and `exchange` say. `gorila`: DQN with a parameter server,
     as the section `gorila` says."""
-    total_steps: int = setting(40_000_000, between=(1, 1e14))
-    """Budget of environment steps over all ranks [GALA: 40 M]."""
+    total_steps: int = setting(2_500_000, between=(1, 1e14))
+    """Budget of environment steps over all ranks; of Atari 10 million frames [GALA: 40 M]. Ours."""
     seed: int = setting(1, between=(0, 2**63 - 1))
     """All random streams derive from (seed, rank, purpose)."""
     env: EnvConfig = section(EnvConfig)

@@ -98,7 +98,7 @@ class Policy:
         environments do: arrays with one dimension more, in a dict or tuple where the observation is one. Returns one
         action, or an array of B, [B, *action], of the action space's dtype. `greedy`: the most probable action
         instead of a sampled one; of Gorila never a random one. `action_masks`: 1 where an action is allowed and 0 where
-        not, [A] or [B, A], as the environment's `info["action_mask"]` (docs/environments.md); None: every action is
+        not, [A] or [B, A], as the environment's `info["action_mask"]` (docs/masks_and_memory.md); None: every action is
         allowed. A policy with memory remembers what it saw until `reset`; then and without memory nothing is kept from
         call to call but the random stream. Raises PalaError for observations or masks of another shape or type.
         """

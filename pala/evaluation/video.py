@@ -114,7 +114,8 @@ def _stage(config: Config, make_env: MakeEnv | None, seeds: np.ndarray, threads:
     if make_env is None and env.is_atari:
         return make_envs(env, threads), _atari_screen(env, seeds), _ATARI_FRAMES_PER_S / env.frame_skip
     rendered = _rendered_env(env, make_env)
-    envs = make_envs(replace(env, vectorization="sync"), threads, lambda: rendered, longest_game(config))
+    env = replace(env, vectorization="sync", restarts=0)  # there is one that draws pictures
+    envs = make_envs(env, threads, lambda: rendered, longest_game(config))
     return envs, _screen_of(rendered), float(rendered.metadata.get("render_fps") or 30)
 
 

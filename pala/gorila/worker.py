@@ -57,7 +57,7 @@ class Worker(Loop):
     ) -> None:
         super().__init__(agent, exchange, interrupt)
         self._config, self._rank = agent.config, agent.rank
-        self._envs, self._frame_stack = agent.envs, frame_stack
+        self._frame_stack = frame_stack
         self._dqn = dqn
         self._acts = agent.rank in exchange.roles.actors
         self._learns = agent.rank in exchange.roles.learners

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pala.a2c.learning_rate import learning_rate_factor
 from pala.algorithms import ALGORITHMS
 from pala.config import Config
-from pala.config.catalogue import ACTOR_CRITIC, kind_of
 from pala.config.influence import unused_overrides
 from pala.exchange.groups import described, groups_of
 from pala.system.text import counted
@@ -60,6 +56,8 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
     where = f"on {shown}" if len(names) == 1 else f"on {len(names)} hosts ({shown})"
     algorithm, threads = ALGORITHMS[config.algorithm], counted(job.threads, "thread")
     learns = algorithm.note_on_begin(config) if steps_made == 0 else ""  # later it depends on what is left
+    groups = groups_of(hosts, config.exchange.group)
+    steps = algorithm.step_length(config, len(groups))
     made = f", {steps_made:,} of them made before" * (steps_made > 0)
     if steps_made >= config.total_steps:
         made = f", and {steps_made:,} were made before: none is left to train (a larger `--total-steps` goes on)"
@@ -70,8 +68,10 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
         f"      network of {agent.flat.num_learned:,} parameters, {config.network.precision}, on {agent.device}",
         f"      {config.total_steps:,} steps over all ranks{made}{learns}",
     ]
+    if steps:
+        lines.insert(2, f"      {steps}")
     if config.exchange.has_groups:
-        lines.insert(2, f"      {described(groups_of(hosts, config.exchange.group))}")
+        lines.insert(2, f"      {described(groups)}")
     return "\n".join(lines)
 
 
@@ -83,29 +83,3 @@ def note_on_unused(config: Config, before: Config, own_env: bool = False, own_ne
     names = ", ".join(f"'{key}'" for key in unused)
     them, run = "it" if len(unused) == 1 else "them", f"{ALGORITHMS[config.algorithm].method(config)}, {config.env.id}"
     return f"{names}: set, but nothing reads {them} in this run ({run})."
-
-
-def note_on_ranks(preset: Path, chosen: Config, meant: int | None, config: Config, ranks: int) -> str:
-    """Return a sentence if the preset's learning rate was chosen for another number of ranks than train; else empty.
-    `chosen`, `meant`: the preset's settings, and that number of ranks."""
-    rate = config.a2c.learning_rate
-    if config.algorithm not in ACTOR_CRITIC or meant is None or rate != chosen.a2c.learning_rate:
-        return ""
-    if kind_of(config.exchange).independent:
-        return "" if meant == 1 or kind_of(chosen.exchange).independent else (
-            f"Preset '{preset}' has the learning rate {rate:g} for {meant} ranks, but here each learns alone: by "
-            f"GALA's rule, the square root of their number, use `--a2c.learning-rate {rate / math.sqrt(meant):.2g}`."
-        )  # fmt: skip
-    if config.a2c.learning_rate_scaling == "ranks":
-        return "" if meant == 1 or learning_rate_factor(config.exchange, ranks) == 1 else (
-            f"Preset '{preset}' has the learning rate {rate:g} for {meant} ranks already, and it is scaled once more: "
-            f"one learner's would be `--a2c.learning-rate {rate / math.sqrt(meant):.2g}`."
-        )  # fmt: skip
-    if meant == ranks:
-        return ""
-    other = f"--a2c.learning-rate {rate * math.sqrt(ranks / meant):.2g}"
-    return (
-        f"Preset '{preset}' has the learning rate {rate:g} for {counted(meant, 'rank')}, but {ranks} train: by GALA's "
-        f"rule, the square root of their number, that would be `{other}`. docs/learning.md has the rates that were "
-        f"measured."
-    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -58,8 +59,33 @@ class Categorical:
         return (actions + self.first_action if self.first_action else actions).to(self._dtype)
 
 
+LOG_STD_LOW, LOG_STD_HIGH = -20.0, 2.0
+"""Bounds of a Gaussian's log-deviations: those of SAC (Haarnoja et al. 2018, released code: `LOG_SIG_MIN`,
+`LOG_SIG_MAX`) and of Stable-Baselines3 (`sac/policies.py`). Where the action does not matter, the entropy bonus would
+let them grow without end: to deviations of 4,200 in one of our trainings."""
+
+
+class _Bounded(torch.autograd.Function):
+    """Clamps to the bounds. A gradient that leads back inside passes: `clamp`'s is zero outside, so that a parameter
+    which an update has put there would stay."""
+
+    @staticmethod
+    def forward(ctx: Any, log_std: Tensor) -> Tensor:
+        """Return the parameter within its bounds."""
+        ctx.save_for_backward(log_std)
+        return log_std.clamp(LOG_STD_LOW, LOG_STD_HIGH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient, zero where descent would lead further outside."""
+        (log_std,) = ctx.saved_tensors
+        outwards = ((log_std >= LOG_STD_HIGH) & (gradient < 0)) | ((log_std <= LOG_STD_LOW) & (gradient > 0))
+        return gradient.masked_fill(outwards, 0.0)
+
+
 class Gaussian(nn.Module):
-    """Independent normal distributions over a box of actions, from means [..., A]; one learned log-deviation each."""
+    """Independent normal distributions over a box of actions, from means [..., A]; one learned log-deviation each,
+    within bounds."""
 
     def __init__(self, space: gymnasium.spaces.Box) -> None:
         super().__init__()
@@ -77,11 +103,14 @@ class Gaussian(nn.Module):
         if greedy:
             return mean
         noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-        return mean + noise * self.log_std.detach().exp()  # an action is data: no gradient flows through it
+        return (
+            mean + noise * self.log_std.detach().clamp(LOG_STD_LOW, LOG_STD_HIGH).exp()
+        )  # an action is data: no gradient flows through it
 
     def log_prob_and_entropy(self, mean: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-density of the unclipped `actions` and the entropy, both [...]."""
-        normal = torch.distributions.Normal(mean, self.log_std.exp(), validate_args=False)
+        log_std: Tensor = _Bounded.apply(self.log_std)
+        normal = torch.distributions.Normal(mean, log_std.exp(), validate_args=False)
         return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
 
     def to_env(self, actions: Tensor) -> Tensor:

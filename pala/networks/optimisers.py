@@ -17,12 +17,16 @@ def rmsprop_(
     alpha: float,
     epsilon: float,
     epsilon_inside_root: bool,
+    known_share: float = 1.0,
 ) -> None:
     """Make one RMSprop step in place: v <- alpha v + (1 - alpha) g^2, then x <- x - lr g / denominator.
 
-    The denominator is sqrt(v) + epsilon as in PyTorch (and GALA), or sqrt(v + epsilon) as in TensorFlow. The former is
-    AdaGrad's step for s = v / (1 - alpha), whose sum alpha s + g^2 forgets; on a CPU it takes 0.6 of the time.
+    The denominator is sqrt(u) + epsilon as in PyTorch (and GALA), or sqrt(u + epsilon) as in TensorFlow, with u = v /
+    `known_share`. The former is AdaGrad's step for s = v / (1 - alpha), whose sum alpha s + g^2 forgets; on a CPU it
+    takes 0.6 of the time.
     """
+    learning_rate *= math.sqrt(known_share)
+    epsilon *= known_share if epsilon_inside_root else math.sqrt(known_share)
     rest = 1 - alpha
     if parameters.device.type == "cpu" and not epsilon_inside_root:
         root = math.sqrt(rest)

@@ -136,8 +136,8 @@ class OwnNetwork(Network):
             raise PalaError(
                 "Your own network: what it gives for one observation depends on the others of its batch, so the "
                 "environments would mix. (torch.nn.LSTM, GRU and RNN take [batch, features] for one sequence: take "
-                "LSTMCell, GRUCell or RNNCell, and 'state_size' for a memory, as docs/python.md shows; attention and "
-                "normalisation must not go over the batch.)"
+                "LSTMCell, GRUCell or RNNCell, and 'state_size' for a memory, as docs/own_network.md shows; attention "
+                "and normalisation must not go over the batch.)"
             )
 
     def _two_steps(self, observations: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from pala.config import Config, from_table, to_table
 from pala.run.hooks import UserCode
 from pala.run.lock import LOCK, is_locked
 from pala.run.provenance import now_utc
-from pala.system.errors import PalaError, reason
+from pala.system.errors import PalaError, SaveError, reason
 from pala.system.files import dated, read_json, refuse_links, write_json
+from pala.system.tables import merged
 
 POLICY, BEST_POLICY = "policy.safetensors", "best_policy.safetensors"
 CODE_ENDINGS = ("txt", "pkl")  # of a factory's name, and of a pickled one (`user_code.py`)
@@ -26,6 +27,13 @@ CODE_FILES = (
 )
 _BEFORE_RECORD = (LOCK, *CODE_FILES)  # what is made before run.json, beside the folders
 _FOLDERS_BEFORE_RECORD = ("metrics", "checkpoints")
+_EARLIER_DEFAULTS: dict[str, Any] = {
+    "a2c": {"momentum": 0.0, "rmsprop_bias_correction": False},
+    "exchange": {"mixing": "uniform"},
+    "network": {"precision": "float32"},
+}
+"""Settings of runs before version 0.2 whose `run.json` does not name them."""
+_GONE = ("learning_rate_scaling", "learning_rate_most_scaling")
 
 
 class FromPython(NamedTuple):
@@ -223,7 +231,17 @@ _SEGMENT: dict[str, Callable[[Any], bool]] = {
 
 def config_of(path: str | Path, record: dict[str, Any] | None = None) -> Config:
     """Return the configuration that a run was made with. `record`: the run's record, if it has been read."""
-    return from_table((record or read(path))["config"], source=f"'{Path(path) / 'run.json'}'")
+    return from_table(_as_of_today((record or read(path))["config"]), source=f"'{Path(path) / 'run.json'}'")
+
+
+def _as_of_today(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's settings with those named that its PALA did not have, or had another default of, and without those
+    that are gone. One that is gone and did something stays, and is refused as unknown."""
+    table = merged(_EARLIER_DEFAULTS, config)
+    a2c = table["a2c"]
+    if isinstance(a2c, dict) and a2c.get("learning_rate_scaling") == "none":
+        table["a2c"] = {key: value for key, value in a2c.items() if not key.startswith(_GONE)}
+    return table
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:
@@ -291,7 +309,11 @@ class RunRecord:
         self._write(self._record | {"completed": completed, "segments": [*self._record["segments"][:-1], segment]})
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Write the record. What cannot be written is not remembered either: it can be tried again."""
+        """Write the record. What cannot be written is not remembered either: it can be tried again. Raises
+        SaveError."""
         self._check()
-        write_json(self._file, record, indent=2)
+        try:
+            write_json(self._file, record, indent=2)
+        except OSError as error:
+            raise SaveError.of(error) from error
         self._record = record

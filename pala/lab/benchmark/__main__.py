@@ -1,7 +1,7 @@
 """Measure how fast training is on this machine, and how far from its limit: `python -m pala.benchmark`.
 
     Pong, 1 and 2 ranks              python -m pala.benchmark --ranks 1 2
-    a preset, with other settings    python -m pala.benchmark pala/pong --a2c.rollout-steps 5
+    a preset, with other settings    python -m pala.benchmark pala_paper/pong --a2c.rollout-steps 5
     under a minute                   python -m pala.benchmark --quick
     another launcher                 python -m pala.benchmark --launcher 'srun -n {ranks}'
 
@@ -55,7 +55,7 @@ class Command:
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
     """TOML file with settings, or the name of one of configs/; the options below win over it. Otherwise the defaults:
-    Pong as GALA."""
+    Pong."""
     ranks: tuple[int, ...] = ()
     """Numbers of ranks, each a job of its own. Default: 1, 2, 4, … up to the cores that may be used, and those."""
     rounds: int = 5

@@ -21,6 +21,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pala.a2c.agent import A2CAgent
+from pala.a2c.learning_rate import ONE_LEARNER
 from pala.comm.base import Communicator
 from pala.config import Config, ExchangeConfig
 from pala.envs.vector import Envs, Step
@@ -165,7 +166,7 @@ def network_us(agent: A2CAgent, config: Config, observations: np.ndarray, second
             flat.data,
             flat.gradient,
             agent.a2c.mean_square,
-            settings.learning_rate,
+            ONE_LEARNER,
             settings.rmsprop_alpha,
             settings.rmsprop_epsilon,
             settings.rmsprop_epsilon_inside_root,

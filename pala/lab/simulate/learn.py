@@ -46,6 +46,11 @@ from pala.system.files import write_json
 from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
 
+
+class NotFiniteError(PalaError):
+    """A training that a too long step has ruined."""
+
+
 METHODS = (*RULES, "allreduce", "none")
 _PROGRAM = "pala.simulate learn"
 _LOOKS = 50  # at the distance between ranks, over a training
@@ -154,7 +159,7 @@ class Learners:
         loss = rank.learner.differentiate()
         assert loss is not None
         if not rank.learner.step(loss).applied:
-            raise PalaError(f"The gradient of rank {number} is not finite: lower 'a2c.learning_rate'.")
+            raise NotFiniteError(f"The gradient of rank {number} is not finite: lower 'a2c.learning_rate'.")
         self.own_steps += rank.flat.data - parameters
         parameters.copy_(rank.flat.data)
 
@@ -323,7 +328,7 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
                 rank.flat.gradient.copy_(mean)
             before = rank.flat.data.clone()
             if not rank.learner.step(loss).applied:
-                raise PalaError("The gradient is not finite: lower 'a2c.learning_rate'.")
+                raise NotFiniteError("The gradient is not finite: lower 'a2c.learning_rate'.")
             learners.own_steps += rank.flat.data - before
         rounds, steps = rounds + 1, steps + n * config.steps_per_update
         times = [time + draw.uniform(0.95, 1.05) * factor for time, factor in zip(times, slowness, strict=True)]
@@ -350,8 +355,9 @@ def parse(arguments: list[str]) -> Command:
     conditions = command.conditions
     exchange = command.config.exchange
     pairwise = [method for method in command.methods if method in RULES and RULES[method].by_pairs]
-    if pairwise and not TOPOLOGIES[exchange.graph].to_all:  # so its settings may be others than their defaults
-        exchange = dataclasses.replace(exchange, kind="gossip", mixing=pairwise[0])  # type: ignore[arg-type]
+    by_pairs = pairwise and not TOPOLOGIES[exchange.graph].to_all  # then its settings may be others than their defaults
+    mixing = pairwise[0] if by_pairs else "uniform"
+    exchange = dataclasses.replace(exchange, kind="gossip", mixing=mixing)  # type: ignore[arg-type]
     check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
     check_choices("methods", command.methods, METHODS)
     check_least("ranks", conditions.ranks, 1)

@@ -1,0 +1,653 @@
+"""Train to the end: start a job by mpirun, and resume it when it ends before the run is complete.
+
+    pala train -n 4 pong --a2c.learning-rate 1e-3
+    pala train --host node1:4,node2:4 --restarts 10 pong
+    pala train -n 4 --spares 1 pong        5 ranks: one sleeps until another dies
+    pala train -n 4 --resume runs/pong-20260101-120000
+
+`pala train` does this if one of these options is given, and `./launch/train.sh` in PALA's own environment; both without
+restarts, `python launch/supervise.py` with up to three. Options that `--help` does not
+explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's death does not end the job.
+
+Whether the run is complete is read in its `run.json`; mpirun's exit status can be 0 when a host was lost. A host that
+does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
+of the user's, after SIGTERM, SIGUSR1, ^C or a closed terminal (the job is told to write its checkpoint and end; another
+^C is passed to mpirun as it is), when all ranks were told to leave, or when two restarts one after the other brought no
+newer checkpoint. A job whose ranks outlive mpirun is waited for: the run's folder is locked as long as one of them
+lives. An mpirun that outlives its ranks by three minutes is ended. A run has one supervisor at a time, which locks
+`.NAME.supervisor` beside its folder; of runs without a name that begin in the same second, each gets a name of its own.
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a job begins there is nothing to end, nor to tell
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for one rank, which then leaves
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import IO, NamedTuple, NoReturn
+
+from pala.config import to_table
+from pala.run import run_folder
+from pala.run.end_watch import LINGER_S, EndWatch
+from pala.run.lock import SupervisedError, supervised, who_trains
+from pala.system.errors import PalaError, reason
+from pala.system.files import dated
+from pala.system.interrupt import LEAVE, hangup
+from pala.system.jobs import MpiJob, environment_of_jobs
+from pala.system.launcher import Launch
+from pala.system.output import ANNOUNCEMENT, SUPERVISED, log, open_closed_streams
+from pala.system.tables import flatten, shown
+from pala.train import Command, parse
+
+_LONGEST_PAUSE_S = 300.0
+_PROBE_S = 60.0  # for a host to start one process
+_LEFT_OVER_S = 150.0  # for ranks to end after their mpirun; NFS often holds a dead host's lock for 90 s
+_ARRIVAL_S = 1.0  # between two looks at a job whose ranks are coming up
+_SAY_WHO_S = 20.0  # until ranks that are not up are named
+_DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
+_FUTILE_RESTARTS = 2
+_ANNOUNCED = re.compile(re.escape(ANNOUNCEMENT) + r" (begun|up) (\d+)")
+_GENTLY = signal.SIGUSR1  # after SIGTERM, Open MPI's mpirun gives ranks 0.2 s: too little for a checkpoint
+
+
+# Of Open MPI; the user's own and options in `--mpirun` win. A host that is lost ends the job after 15
+# to 35 s; Open MPI's own settings leave that to 8 minutes.
+_BETWEEN_HOSTS = {
+    "PRTE_MCA_oob_tcp_keepalive_time": "20",
+    "PRTE_MCA_oob_tcp_keepalive_intvl": "5",
+    "PRTE_MCA_oob_tcp_keepalive_probes": "3",
+}
+
+
+def _environment(between_hosts: bool) -> dict[str, str]:
+    """Return mpirun's environment."""
+    if not between_hosts:
+        return environment_of_jobs()
+    return _BETWEEN_HOSTS | environment_of_jobs(on_one_host=False)
+
+
+# Until Python notes SIGUSR2, by which a rank is told to leave, that must not kill it.
+_AS_RANK = ("env", f"{SUPERVISED}=1", "sh", "-c", 'trap "" USR2; exec "$@"', "sh")
+
+
+class Host(NamedTuple):
+    """A machine, and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+class Arrivals:
+    """The ranks of a job that have come up, from what they announce on the standard error that all share."""
+
+    def __init__(self, ranks: int) -> None:
+        self.all_up = False
+        self.late = False
+        self._ranks = set(range(ranks))
+        self._at: dict[str, set[int]] = {"begun": set(), "up": set()}
+
+    def read(self, line: bytes) -> bool:
+        """Take note of a line. Returns True if it is nothing but an announcement.
+
+        Launchers put tags before lines, and join those of ranks."""
+        text = line.decode(errors="replace")
+        for stage, rank in _ANNOUNCED.findall(text):
+            self._at[stage].add(int(rank))
+        self.all_up = self._at["up"] >= self._ranks
+        return bool(_ANNOUNCED.search(text)) and not _ANNOUNCED.sub("", text).strip()
+
+    def missing(self) -> str:
+        """Name the ranks that are not up."""
+        absent = sorted(self._ranks - self._at["begun"])
+        if absent:
+            return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not begin"
+        waiting = sorted(self._ranks - self._at["up"])
+        return f"all ranks had begun, but {', '.join(map(str, waiting))} did not come out of MPI's start"
+
+
+class Supervisor:
+    """A program that starts jobs one after the other until the run is complete or there is no hope."""
+
+    def __init__(self, options: argparse.Namespace, arguments: list[str]) -> None:
+        """Read the options. `arguments`: those of `pala.train`. Raises PalaError for what is wrong with either."""
+        self.mpirun = survivable(options.mpirun)
+        self.restarts = options.restarts
+        self.pause_s = options.pause_s
+        self.hosts = read_hosts(options.host, options.hostfile)
+        slots = sum(host.slots for host in self.hosts)
+        given, (arguments, command) = arguments, with_default(options.or_preset, arguments)
+        by_default = arguments != given  # the preset
+        if options.go_on and (begun := _begun(command)) is not None:  # its ranks and spares are the usual ones
+            spares = command.config.run.spares  # as asked for: a restart may have had fewer
+            arguments = ["--resume", str(begun), *without_preset(arguments, command.preset)]
+            if spares and not any(argument.startswith("--run.spares") for argument in arguments):
+                arguments += ["--run.spares", str(spares)]
+            asked, command = command, parse(arguments)
+            if asked.preset is not None and not by_default:
+                _tell_of_other_settings(asked, command)
+        self._spares = spares = command.config.run.spares
+        self.ranks = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
+        if self.hosts and self.ranks > slots:
+            more = f" and {spares} spare{'s' * (spares > 1)}" if spares else ""
+            raise PalaError(
+                f"'-n {options.ranks}'{more} is more than the hosts take, {slots}; say how many each takes, as in "
+                "'--host node1:4,node2:4'."
+            )
+        if spares >= self.ranks:
+            raise PalaError(f"'--spares' is {spares}, but the hosts take {self.ranks} ranks in all: none would train.")
+        self.arguments, self._preset = arguments, command.preset
+        self._is_named = True  # by the user
+        if command.resume is not None:
+            self.run, self.resumes = command.resume, True
+        else:
+            stem = command.preset_name or command.config.env.short_id
+            if options.go_on and not command.config.run.name:
+                raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
+            self._is_named = bool(command.config.run.name)
+            name = command.config.run.name or dated(stem)
+            run_folder.check_place(command.config)
+            self.run, self.resumes = Path(command.config.run.dir) / name, False
+            if options.go_on and not command.trust_run:
+                _tell_of_trust(command)
+        self._total_steps = command.config.total_steps
+        self.start_timeout_s = command.config.run.start_timeout_s
+        self._was_told = self._goes_on = options.go_on  # a job has been told to make the run
+        self._began = False  # by a job of this supervisor
+        self._job: MpiJob | None = None
+        self._probes: list[MpiJob] = []  # of hosts
+        self._said_mistake = False
+        self._saw_record = False  # of the run, while a job trained
+        self._only_notes_signals = False  # if no job runs; else one ends this process
+        self._signal: int | None = None
+
+    def supervise(self) -> int:
+        """Supervise the run to its end. Returns the exit status. Raises PalaError if another supervises it."""
+        first, number = self.run, 1
+        while True:
+            try:
+                with supervised(self.run):
+                    if self._is_named or not os.path.exists(self.run):  # noqa: PTH110  Path's may raise
+                        return self._supervise()
+            except SupervisedError:
+                if self._is_named:
+                    raise
+            number += 1
+            self.run = first.with_name(f"{first.name}-{number}")
+
+    def _supervise(self) -> int:
+        steps = -1
+        futile = 0
+        has_trained = False
+        goes_on = self._was_told or self.resumes  # then a job may have outlived an earlier supervisor
+        was_complete = goes_on and self._is_trained()
+        if goes_on and (fault := self._left_over()) is not None:
+            return self._give_up(fault)
+        if self._was_told and self._is_done():  # a whole array that was requeued, say
+            self._say(f"run '{self.run}' is complete already{self._what_failed()}.")
+            return 0
+        if not goes_on and self._has_record():  # else a restart would take it for this one's
+            raise run_folder.taken(self.run)
+        for start in range(self.restarts + 1):
+            hosts = self.hosts if start == 0 else self._answering()
+            if self.hosts and not hosts:
+                return self._give_up("no host starts a process any more")
+            before = run_folder.num_segments(self.run)
+            status = self._run_job(start, hosts, steps)
+            complete = self._is_complete(before)
+            self._only_notes_signals = complete  # from the job's start until here, and for good if it is
+            if self._signal is not None:
+                # Who is to go on later evaluates then, but does not try that turn after turn.
+                is_done = complete and (not self._goes_on or was_complete or self._is_done())
+                end = "the run is not complete"
+                if complete:
+                    left = ", but for what follows training: the same command makes up for it"
+                    end = f"the run is complete{self._what_failed() if is_done else left}"
+                self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}; {end}.")
+                return 0 if is_done else 128 + self._signal
+            if complete:
+                times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
+                self._say(f"run '{self.run}' is complete{times}.")
+                return 0
+            if self._all_left(before):
+                self._say(f"all ranks were told to leave ({LEAVE.name}), so the run is stopped: not restarted.")
+                return 128 + LEAVE
+            # What has trained with these settings once cannot be a mistake of the user's: a full disk, say.
+            if status == 2 and self._said_mistake and run_folder.num_segments(self.run) == before and not has_trained:
+                self._say("the job ended with status 2 before it trained: not restarted.")
+                return 2
+            has_trained |= run_folder.num_segments(self.run) > before
+            known, steps = steps, self._steps()
+            self._say(f"the job ended with status {status}; the run is not complete. Checkpoints: {steps:,} steps.")
+            futile = futile + 1 if 0 <= known >= steps else 0
+            if futile == _FUTILE_RESTARTS:
+                return self._give_up(f"{futile} restarts one after the other brought no newer checkpoint")
+            if (fault := self._left_over()) is not None:
+                return self._give_up(fault)
+            if self._is_complete(before):
+                self._say("the ranks that outlived mpirun have completed the run.")
+                return 0
+            if start < self.restarts:
+                time.sleep(min(self.pause_s * 2.0 ** min(start, 30), _LONGEST_PAUSE_S))
+        return self._give_up(f"{self.restarts} restarts were not enough" if self.restarts else "the job failed")
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to the job; without one, end. Schedulers repeat theirs; people mean a second ^C."""
+        del frame
+        if number == LEAVE:
+            self._say(f"{LEAVE.name} is for one rank, which then leaves; this process only supervises, and goes on.")
+            return
+        again, self._signal = self._signal is not None, number
+        if self._job is not None:
+            self._job.send_signal(number if again and number == signal.SIGINT else _GENTLY)
+        elif not self._only_notes_signals:
+            sys.exit(128 + number)
+
+    # ---- one job -------------------------------------------------------------------------------------------------
+
+    def _run_job(self, start: int, hosts: Sequence[Host], steps: int) -> int:
+        """Start a job and wait for its end. Returns mpirun's status, or 128 + the signal that killed it."""
+        ranks, spares = self._sizes(hosts)
+        where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        arguments = self._train_arguments(spares)
+        verb = f"restart {start} of {self.restarts}" if start else "start"
+        aim = f"resume '{self.run}'" if "--resume" in arguments else f"train '{self.run}'"
+        who = f"{ranks} ranks{f', {spares} of them to spare,' * (spares > 0)}"
+        self._say(f"{verb}: {who}{f' on {where}' if where else ''} {aim}{f' from {steps:,} steps' * (start > 0)}.")
+        placed = ["-np", str(ranks), *(["--host", where] if where else [])]
+        self._said_mistake = False
+        self._only_notes_signals = True
+        arrivals, segments = Arrivals(ranks), run_folder.num_segments(self.run)
+        self._job = MpiJob(
+            [*self.mpirun, *placed, *_AS_RANK, sys.executable, "-m", "pala.train", *arguments],
+            _environment(between_hosts=bool(hosts)),
+            stderr=subprocess.PIPE,
+        )
+        if self._signal is not None:  # it came before there was a job to pass it on to
+            self._job.send_signal(_GENTLY)
+        relay = threading.Thread(target=self._relay, args=[self._job.launcher.stderr, arrivals], daemon=True)
+        relay.start()
+        # Not by this thread: a file system that hangs must not keep signals from the job.
+        watch = threading.Thread(target=self._watch, args=[self._job, arrivals, segments], daemon=True)
+        watch.start()
+        status = self._job.reap()
+        watch.join()
+        self._job = None
+        relay.join(2)  # ranks that outlive mpirun keep the pipe open
+        if arrivals.late:
+            return status if status > 0 else 1
+        return status if status >= 0 else 128 - status
+
+    def _watch(self, job: MpiJob, arrivals: Arrivals, segments: int) -> None:
+        self._end_if_it_does_not_start(job, arrivals, segments)
+        self._end_if_it_does_not_end(job, EndWatch(self.run, segments))
+
+    def _end_if_it_does_not_start(self, job: MpiJob, arrivals: Arrivals, segments: int) -> None:
+        """Wait until all ranks are up, and end a job that does not get there, or that is told to end before.
+
+        Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before; and mpirun loses a
+        signal that comes before it has started them. A job that has made its entry in the run's record has started,
+        whatever became of the announcements."""
+        latest_s = time.monotonic() + self.start_timeout_s
+        say_s = time.monotonic() + _SAY_WHO_S
+        while not arrivals.all_up and job.wait(_ARRIVAL_S) is None:
+            is_late = time.monotonic() > latest_s
+            if time.monotonic() > say_s and not is_late:
+                say_s += 2 * _SAY_WHO_S
+                self._say(f"the job still starts: so far {arrivals.missing()}.")
+            if self._signal is None and not is_late:
+                continue
+            if run_folder.num_segments(self.run) > segments:
+                break
+            if self._signal is None:
+                arrivals.late = True
+                self._say(
+                    f"after {self.start_timeout_s:g} s ('run.start_timeout_s') {arrivals.missing()}; the job is ended. "
+                    "Look above for what these ranks or their hosts said, or run `python -m pala.doctor` in the same "
+                    "way."
+                )
+            self._end(job)
+            return
+        if self._signal is not None:  # it may have come before the last of them
+            job.send_signal(_GENTLY)
+
+    def _end_if_it_does_not_end(self, job: MpiJob, watch: EndWatch) -> None:
+        """Wait for mpirun's end, and end it if it outlives its ranks."""
+
+        def is_over() -> bool:
+            self._saw_record |= self._has_record()
+            return watch.is_over()
+
+        if job.outlives_its_ranks(is_over):
+            self._say(f"no rank has lived for {LINGER_S:g} s, but mpirun has not ended: it is ended.")
+            self._end(job)
+
+    @staticmethod
+    def _end(job: MpiJob) -> None:
+        if not job.end(signal.SIGINT, _DEAF_S):  # SIGTERM is blocked
+            job.kill()
+
+    def _relay(self, stderr: IO[bytes], arrivals: Arrivals) -> None:
+        """Pass on to this process' standard error what ranks say, and notice a user's mistake.
+
+        What cannot be written (a log on a full disk) is lost, but still read: ranks and mpirun would hang on a full
+        pipe."""
+        for line in stderr:
+            if arrivals.read(line):
+                continue
+            self._said_mistake |= b"pala: error:" in line
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), line)
+
+    def _sizes(self, hosts: Sequence[Host]) -> tuple[int, int]:
+        """Return (ranks, spares among them). Lost hosts cost spares first, so that as many ranks train as before."""
+        ranks = min(self.ranks, sum(host.slots for host in hosts)) if hosts else self.ranks
+        return ranks, max(0, min(self._spares, ranks - (self.ranks - self._spares)))
+
+    def _train_arguments(self, spares: int) -> list[str]:
+        """Return the arguments with the number of spares, if there were any: a restart may have fewer."""
+        return [*self._run_arguments(), *(["--run.spares", str(spares)] if self._spares else [])]
+
+    def _run_arguments(self) -> list[str]:
+        """Return the arguments that begin the run, or resume it.
+
+        A resumed run brings the preset's settings; the options are given again, in case that it never got them."""
+        if self.resumes:
+            return self.arguments
+        if self._was_told:
+            if self._has_record():
+                trust = ["--trust-run"] * (self._began and "--trust-run" not in self.arguments)  # this job has made it
+                return ["--resume", str(self.run), *without_preset(self.arguments, self._preset), *trust]
+            run_folder.set_aside(self.run)  # it failed before it had begun
+        self._was_told, self._began = True, not self._has_record()
+        return [*self.arguments, "--run.name", self.run.name]
+
+    # ---- what became of it ---------------------------------------------------------------------------------------
+
+    def _has_record(self) -> bool:
+        return os.path.exists(self.run / "run.json")  # noqa: PTH110  Path's may raise
+
+    def _is_complete(self, segments_before: int) -> bool:
+        """Return True if the run's record says so and has an entry of the last job: an earlier one may have completed
+        it."""
+        return run_folder.num_segments(self.run) > segments_before and bool(run_folder.read(self.run)["completed"])
+
+    def _all_left(self, segments_before: int) -> bool:
+        """Return True if the last job ended because nobody was left who was not told to leave: a stop, as by a
+        signal."""
+        if run_folder.num_segments(self.run) <= segments_before:
+            return False
+        last = run_folder.read(self.run)["segments"][-1]
+        return last.get("status") == "stopped" and last.get("signal") == LEAVE.name
+
+    def _is_done(self) -> bool:
+        """Return True if an earlier job has left nothing to do: no steps, and no evaluation or learning curve that was
+        interrupted. One that failed, which may fail again, is named instead."""
+        if not self._has_record():
+            return False
+        last = run_folder.read(self.run)["segments"][-1]
+        outcomes = [outcome for what, outcome in last.get("conclusion", {}).items() if what != "rank"]
+        if not outcomes or any(o.startswith("interrupted") for o in outcomes) or last.get("stopped_early"):
+            return False
+        return self._is_trained()
+
+    def _is_trained(self) -> bool:
+        """Return True if an earlier job has made all steps that are asked for."""
+        if not self._has_record() or not run_folder.read(self.run)["completed"]:
+            return False
+        return run_folder.config_of(self.run).total_steps >= self._total_steps
+
+    def _what_failed(self) -> str:
+        """Name what failed after training; empty if nothing did."""
+        last = run_folder.read(self.run)["segments"][-1] if self._has_record() else {}
+        conclusion = last.get("conclusion", {})
+        failed = [what for what, outcome in conclusion.items() if what != "rank" and outcome != "done"]
+        programs = ["evaluate" if what == "evaluation" else "plot" for what in failed]
+        commands = " and ".join(f"`python -m pala.{program} {shlex.quote(str(self.run))}`" for program in programs)
+        return f", but for its {' and '.join(failed)}: try {commands}" if failed else ""
+
+    def _steps(self) -> int:
+        from pala.run.checkpoint import global_steps  # loads torch: only when something went wrong
+
+        return global_steps(self.run)
+
+    def _left_over(self) -> str | None:
+        """Wait for ranks that outlive their mpirun. Returns an error message if they do not end."""
+        deadline, said = time.monotonic() + _LEFT_OVER_S, False
+        while (who := who_trains(self.run)) is not None:
+            if not said:
+                self._say(f"waits for the ranks of a job that still train in '{self.run}' ({who}).")
+                said = True
+            if time.monotonic() > deadline:
+                return (
+                    f"ranks of a job still train in it ({who}), and a second job would mix its files; end them. If "
+                    "their host is dead, a network file system may still hold its lock: start this again later"
+                )
+            time.sleep(0.2)
+        return None
+
+    def _answering(self) -> list[Host]:
+        """Return the hosts that still start a process."""
+        if not self.hosts:
+            return []
+        self._probes.clear()
+        with ThreadPoolExecutor(len(self.hosts)) as pool:
+            try:
+                answers = list(pool.map(self._answers, self.hosts))
+            except BaseException:  # a signal: the pool waits for its threads, and they for the probes
+                for probe in self._probes:
+                    probe.kill()
+                raise
+        for host, answer in zip(self.hosts, answers, strict=True):
+            if not answer:
+                self._say(f"host {host.name} does not start a process and is left out.")
+        return [host for host, answer in zip(self.hosts, answers, strict=True) if answer]
+
+    def _answers(self, host: Host) -> bool:
+        """Return True if mpirun starts a process on this host within a minute."""
+        words = [*self.mpirun, "-np", "1", "--host", host.name, "echo", "here"]
+        probe = MpiJob(words, environment_of_jobs(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._probes.append(probe)
+        try:
+            return b"here" in probe.launcher.communicate(timeout=_PROBE_S)[0]
+        except subprocess.TimeoutExpired:
+            probe.kill()
+            return False
+        finally:
+            probe.reap()
+
+    def _give_up(self, why: str) -> int:
+        go_on = f"go on with `--resume {shlex.quote(str(self.run))}`"
+        if not self._has_record():
+            go_on = "give the same command again; nothing was trained"
+            if self._saw_record:
+                go_on = "put its folder back, which was deleted while it trained, or begin anew by the same command"
+        self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
+        return 1
+
+    @staticmethod
+    def _say(text: str) -> None:
+        log(f"supervise: {text}")
+
+
+def survivable(mpirun: str) -> list[str]:
+    """Return the command, with the option by which the job outlives its ranks (ULFM) where there is one."""
+    try:
+        command = shlex.split(mpirun)
+    except ValueError as error:
+        raise PalaError(f"'--mpirun {mpirun}' cannot be read: {error}.") from None
+    try:
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise PalaError(f"'--mpirun {mpirun}' cannot be run: {reason(error)}; name another.") from None
+    ulfm = [] if "--with-ft" in command or "(Open MPI) 5" not in version else ["--with-ft", "ulfm"]
+    return [*command, *ulfm]
+
+
+def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
+    """Read `name:slots,user@name:slots`, or a file in Open MPI's or MPICH's form, one a line: `name slots=4`,
+    `name:4`."""
+    if host is not None and hostfile is not None:
+        raise PalaError("Give '--host' or '--hostfile', not both.")
+    source = f"host file '{hostfile}'" if hostfile else "'--host'"
+    try:
+        text = hostfile.read_text(encoding="utf-8-sig") if hostfile else (host or "").replace(",", "\n")
+    except (OSError, ValueError) as error:
+        raise PalaError(f"Host file '{hostfile}' cannot be read: {reason(error)}.") from None
+    hosts: dict[str, int] = {}
+    for line in text.splitlines():
+        words = line.split("#")[0].strip()
+        match = re.fullmatch(
+            r"((?:[\w.\-]+@)?[\w.\-]+)(?::(\d+)|(?:\s+\w+=\w+)*?\s+slots=(\d+))?(?:\s+\w+=\w+)*", words
+        )
+        if match is None and re.match(r"\[|\S*:\S*:", words):
+            raise PalaError(
+                f"In {source}, '{words}' is an IPv6 address, which mpirun does not take: write the host's name, as "
+                "/etc/hosts or DNS has it."
+            )
+        if words and match is None:
+            raise PalaError(f"In {source}, '{words}' is no host; write 'name:4' for one that takes 4 ranks.")
+        if match is not None:
+            hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or match[3] or 1)
+    if (host is not None or hostfile) and not all(hosts.values() or [0]):
+        raise PalaError(f"In {source} there is no host, or one that takes no rank.")
+    return [Host(name, slots) for name, slots in hosts.items()]
+
+
+def with_default(preset: str | None, arguments: list[str]) -> tuple[list[str], Command]:
+    """Return the arguments of `pala.train`, with a preset if they bring no settings, and what they mean.
+
+    Raises PalaError, of what was typed alone."""
+    command = parse(arguments)
+    brings_settings = any(argument.startswith(("--env.id", "--algorithm")) for argument in arguments)
+    if preset is None or command.preset or command.resume or brings_settings:
+        return arguments, command
+    arguments = [preset, *arguments]
+    return arguments, parse(arguments)
+
+
+def _begun(command: Command) -> Path | None:
+    """Return the run that this would begin, if it is there."""
+    name = command.config.run.name
+    run = Path(command.config.run.dir) / name
+    is_there = command.resume is None and name and os.path.exists(run / "run.json")  # noqa: PTH110  Path's may raise
+    return run if is_there else None
+
+
+def _tell_of_other_settings(asked: Command, command: Command) -> None:
+    """Report that a new run would get other settings than the resumed one has: its preset may have been edited."""
+    now, own = (flatten(to_table(each.config)) for each in (asked, command))
+    changed = [key for key in now if now[key] != own[key] and not key.startswith("run.")]
+    if changed:
+        named = "; ".join(f"'{key}' is {shown(now[key])}, in the run {shown(own[key])}" for key in changed)
+        log(
+            f"supervise: run '{command.resume}' goes on with its own settings, which are not those that "
+            f"'{asked.preset}' would give a new one: {named}. What is to change has to be given as an option."
+        )
+
+
+def _tell_of_trust(command: Command) -> None:
+    """Report, before the first start, that a later one with the same command would be refused."""
+    from pala.run.user_code import named_code
+
+    if named := named_code(command.config):
+        settings = " and ".join(f"'{key}'" for key in named)
+        log(
+            f"supervise: {settings} names code of your own, which a later start with '--continue' runs only by "
+            "`--trust-run`: add it now, so that the same command goes on with the run."
+        )
+
+
+def usual_ranks(command: Command) -> int:
+    """Return the usual number of ranks: 2, or a resumed run's last number. Raises PalaError."""
+    if command.resume is None:
+        return 2
+    return int(run_folder.read(command.resume)["segments"][-1].get("ranks", 2))
+
+
+def without_preset(arguments: list[str], preset: Path | None) -> list[str]:
+    """Return the arguments of `pala.train` without the preset, whose name may be an option's value, too."""
+    for place, argument in enumerate(arguments):
+        if preset is not None and Path(argument) == preset:
+            rest = [*arguments[:place], *arguments[place + 1 :]]
+            with suppress(PalaError):
+                if parse(rest).preset is None:
+                    return rest
+    return arguments
+
+
+def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return (this program's options, those of `pala.train`)."""
+    parser = argparse.ArgumentParser(
+        prog="supervise",
+        allow_abbrev=False,
+        add_help=False,
+        usage="%(prog)s [options] [PRESET | --resume RUN] [options of pala.train]",
+        description="Start a training job by mpirun, and resume it when it ends before the run is complete. What is "
+        "not listed here is passed on to pala.train (python -m pala.train --help).",
+    )
+    parser.add_argument(
+        "-n",
+        "-np",
+        dest="ranks",
+        type=int,
+        metavar="RANKS",
+        help="ranks that train (by default 2; with hosts as many as they take; with --resume as many as before)",
+    )
+    parser.add_argument("--spares", type=int, help="further ranks, which sleep until one dies ('--run.spares')")
+    parser.add_argument("--host", metavar="NAME:RANKS,...", help="hosts; one that is lost is left out of restarts")
+    parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
+    going_on = "resume '--run.name' if it has begun, and do nothing if it is done"
+    parser.add_argument("--continue", dest="go_on", action="store_true", help=going_on)
+    parser.add_argument("--restarts", type=int, default=3, help="the most restarts (%(default)s)")
+    parser.add_argument("--pause-s", type=float, default=5.0, help="seconds before the first; it doubles (%(default)s)")
+    parser.add_argument("--or-preset", metavar="PRESET", help="where no preset, run, --env.id or --algorithm is given")
+    parser.add_argument("-h", "--help", action="store_true", help="show this")
+    parser.add_argument("--mpirun", default="mpirun", help="the program with its options, in quotes (%(default)s)")
+    options, others = parser.parse_known_args(arguments)
+    if options.help:  # with the options that train.sh gives as the defaults that they are
+        parser.set_defaults(**vars(options))
+        parser.print_help()
+        sys.exit(0)
+    if (options.ranks is not None and options.ranks < 1) or options.restarts < 0 or not options.pause_s >= 0:
+        parser.error("'-n' must be at least 1, '--restarts' and '--pause-s' at least 0")
+    return options, others + (["--run.spares", str(options.spares)] if options.spares is not None else [])
+
+
+def main() -> NoReturn:
+    """Supervise one run; the exit status is 0 only if it is complete."""
+    open_closed_streams()
+    try:
+        supervisor = Supervisor(*read_options(sys.argv[1:]))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, *hangup(), LEAVE):
+            signal.signal(number, supervisor.on_signal)
+        launch = Launch.detect()
+        if launch.size > 1 and launch.rank == 0:
+            log(
+                f"supervise: this was started {launch.size} times at once, as by srun or mpirun, and each starts a job "
+                "of its own. For one run start it once: it calls mpirun itself."
+            )
+        sys.exit(supervisor.supervise())
+    except PalaError as error:
+        log(f"supervise: error: {error}")
+    except OSError as error:
+        log(f"supervise: error: {reason(error)}")
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
