@@ -1,8 +1,8 @@
 """What a memory gives and costs: a T-maze, CartPole without velocities, ranks side by side, and the speed on Atari.
 
     python results/memory/memory.py maze lstm 1          # task, variant (lstm, gru, none), seed
-    mpirun -np 2 python results/memory/memory.py maze lstm 1 gossip
-    mpirun -np 2 python results/memory/memory.py maze lstm 1 allreduce
+    mpirun -np 2 python results/memory/memory.py maze lstm 1 gossip 120000       # exchange, steps
+    mpirun -np 2 python results/memory/memory.py maze lstm 1 allreduce 120000
     python results/memory/memory.py cartpole lstm 1
     python results/memory/memory.py speed                # interleaved rounds of each variant on Pong
 
@@ -74,10 +74,11 @@ def curve_of(run: Path, steps: int, ranks: int) -> list[float | None]:
     return [round(statistics.fmean(returns), 3) if returns else None for returns in ended]
 
 
-def train(task: str, memory: Any, seed: int, exchange: Any = "gossip") -> None:
+def train(task: str, memory: Any, seed: int, exchange: Any = "gossip", steps: int = 0) -> None:
     """Train and evaluate once; rank 0 appends the figures."""
+    steps = steps or STEPS[task]
     config = Config(
-        total_steps=STEPS[task], seed=seed, env=EnvConfig(f"{task}-{memory}"), network=NetworkConfig(memory=memory),
+        total_steps=steps, seed=seed, env=EnvConfig(f"{task}-{memory}"), network=NetworkConfig(memory=memory),
         a2c=A2CConfig(rollout_steps=20, learning_rate=1e-3), exchange=ExchangeConfig(exchange),
         run=RunConfig(dir=os.environ.get("MEMORY_RUNS", "runs"), console="none", threads=1, tensorboard=False),
         evaluation=EvaluationConfig(episodes=100 if task == "maze" else 30),
@@ -99,7 +100,7 @@ def train(task: str, memory: Any, seed: int, exchange: Any = "gossip") -> None:
             "steps": result.global_steps,
             "mean_return": result.evaluation.mean_return,
             "standard_error": result.evaluation.standard_error,
-            "curve": curve_of(result.run, STEPS[task], segment["ranks"]),
+            "curve": curve_of(result.run, steps, segment["ranks"]),
             "took_s": round(time.perf_counter() - begin),
         }
     )
@@ -150,4 +151,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "speed":
         speed()
     else:
-        train(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
+        train(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:5], *map(int, sys.argv[5:]))
