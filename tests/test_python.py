@@ -1218,7 +1218,7 @@ def test_a_run_by_fit_says_what_made_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_blocks", "num_runs"), [("python", 6, 4), ("own_network", 2, 1), ("coming_from", 2, 2)]
+    ("name", "num_blocks", "num_runs"), [("python", 6, 4), ("own_network", 3, 1), ("coming_from", 2, 2)]
 )
 def test_the_page_as_written(name: str, num_blocks: int, num_runs: int, one_rank: Any, tmp_path: Path) -> None:
     page = PAGE.with_name(f"{name}.md")
@@ -1237,12 +1237,13 @@ def test_the_page_as_written(name: str, num_blocks: int, num_runs: int, one_rank
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own_environment", "own_network", "hyperparameter_search", "load_and_act"])
+@pytest.mark.parametrize("name", ["own_environment", "own_network", "hyperparameter_search", "load_and_act", "t_maze"])
 def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     arguments, says = {
         "own_environment": ([], "mean return"), "own_network": ([], "steps; "),
         "hyperparameter_search": (["--trials", "2"], "best: "),
         "load_and_act": ([str(tmp_path / "run")], "mean return"),
+        "t_maze": (["gru", "2000"], "memory gru: mean return"),
     }[name]  # fmt: skip
     if name == "hyperparameter_search":
         pytest.importorskip("optuna", reason="the extra `examples` is not installed")
@@ -1254,6 +1255,6 @@ def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pyt
 
 
 def test_every_example_is_tried() -> None:
-    tried = {"own_environment", "own_network", "hyperparameter_search", "load_and_act"}
+    tried = {"own_environment", "own_network", "hyperparameter_search", "load_and_act", "t_maze"}
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert {name for name in names if not name.startswith("gossip_")} == tried  # those of gossip: test_examples

@@ -97,6 +97,9 @@ class NetworkConfig:
     """Units of the linear layer behind the convolutions [GALA, DQN: 512]."""
     mlp_hidden: tuple[int, ...] = setting((64, 64), between=(1, 1e6), games="others", own_network=False)
     """Units of each hidden layer (tanh) for vector observations; A2C: policy and value apart. Ours."""
+    memory: Literal["none", "lstm", "gru"] = setting("none", own_network=False)
+    """A memory of 256 units behind each trunk: an LSTM [A3C], or a GRU (docs/masks_and_memory.md). Autograd makes its
+    passes, back to the first step of a rollout (`a2c.rollout_steps`). A2C only."""
     precision: Precision = "auto"
     """Precision of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation
     are float32. bfloat16 is faster where the processor or GPU has its instructions, and several times slower elsewhere:

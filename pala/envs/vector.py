@@ -31,6 +31,7 @@ from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
 from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
+from pala.envs.masks import KEY, MaskReader
 from pala.envs.spaces import Inputs, inputs_of
 from pala.envs.wrappers import wrapped
 from pala.system.errors import PalaError, nearest, reason
@@ -68,11 +69,20 @@ class Step(NamedTuple):
     episodes: list[Episode]
     failed: np.ndarray  # [B] bool: no transition; `observations` has the first of a new environment's episode
 
+    @property
+    def began(self) -> np.ndarray:
+        """Environments that show the first observation of an episode, [B] bool. A lost life begins none."""
+        began = self.failed.copy()
+        began[[episode.env_index for episode in self.episodes]] = True
+        return began
+
 
 class Envs:
     """`num_envs` environments behind one `reset` and one `step`. As a context manager: closed at the end of the block,
     or abandoned."""
 
+    action_masks: np.ndarray | None = None
+    """Masks of the actions that each environment allows next, bool [B, A] (`masks.py`); None: it gives none."""
     num_failures = 0
     """Failures of environments so far."""
     sender = ""
@@ -113,6 +123,7 @@ class Envs:
         take_back_signals()
         self._returns[:] = 0
         self._lengths[:] = 0
+        self.action_masks = self._masks_of(info, KEY in info)
         self._begin(info)
         return observations
 
@@ -122,6 +133,7 @@ class Envs:
             observations, rewards, terminated, truncated, info = self._step(actions)
         except FailedTooOftenError as error:
             raise self._last(error) from None
+        self.action_masks = self._masks_of(info, self.action_masks is not None)
         failed = self._none_failed
         if FAILURES in info:  # where it ended, only the reset after it failed
             failed = self._count_failures(info) & ~(terminated | truncated)
@@ -209,6 +221,17 @@ class Envs:
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return seeds.tolist()
+
+    def _masks_of(self, info: dict[str, Any], are_expected: bool) -> np.ndarray | None:
+        """Return all environments' masks. Raises PalaError unless all give one or none does, as in the first reset."""
+        masks: np.ndarray | None = info.get(KEY)
+        if (masks is not None) != are_expected or (masks is not None and not info[f"_{KEY}"].all()):
+            what = "a mask is missing" if are_expected else "one came later"
+            raise PalaError(
+                f"The environment '{self.name}' must give an action mask after every reset and step or never, but "
+                f"{what}: the first reset decides."
+            )
+        return masks
 
     def _begin(self, info: dict[str, Any]) -> None:
         """Look at the reset's info."""
@@ -312,21 +335,24 @@ class AtariEnvs(Envs):
 
 class _Outermost(gymnasium.Wrapper):
     """Wrapper of each environment for the vector environment. It lets through only the asked numbers of an episode's
-    last info: of some infos (None beside a number, arrays of unlike lengths) no arrays can be made."""
+    last info, and masks: of some infos (None beside a number, arrays of unlike lengths) no arrays can be made."""
 
-    def __init__(self, env: gymnasium.Env, episode_info: Sequence[str]) -> None:
+    def __init__(self, env: gymnasium.Env, episode_info: Sequence[str], name: str) -> None:
         super().__init__(env)
         self._episode_info = episode_info
+        self._masks = MaskReader(env, name)
 
     def reset(self, **arguments: Any) -> Any:
-        """Reset the environment, without its info."""
-        return self.env.reset(**arguments)[0], {}
+        """Reset the environment, without its info. Raises PalaError for a mask that cannot be."""
+        observation, info = self.env.reset(**arguments)
+        return observation, self._masks.read(info)
 
     def step(self, action: Any) -> Any:
         """Step, and keep the last observation through the reset, though the environment writes all into one array.
-        Raises PalaError if a number that is asked for is not there."""
+        Raises PalaError if a number that is asked for is not there, and for a mask that cannot be."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        told = {key: _number(key, info) for key in self._episode_info} if terminated or truncated else {}
+        has_ended = terminated or truncated  # then the mask is that of the reset
+        told = {key: _number(key, info) for key in self._episode_info} if has_ended else self._masks.read(info)
         return (np.array(observation) if truncated else observation), reward, terminated, truncated, told
 
 
@@ -399,7 +425,8 @@ class _Factory:
         if not inputs.is_identity:
             env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
         limit = self._max_episode_steps
-        return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit), self._episode_info)
+        env = env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
+        return _Outermost(env, self._episode_info, self.name)
 
     def discard(self, env: gymnasium.Env) -> None:
         """Close an environment that is not needed any more."""

@@ -65,11 +65,8 @@ def experience_of(actions: np.ndarray, step: Step, frame_stack: int = 1) -> Expe
     Where an environment failed, the reward is NaN, which no replay takes for a transition. Raises PalaError if there is
     more in an episode's first observation than one frame.
     """
-    first = np.zeros(len(actions), bool)  # not after a lost life: the game and its stack of frames go on
-    first[[episode.env_index for episode in step.episodes]] = True
-    rewards, terminated = step.rewards, step.terminated
+    first, rewards, terminated = step.began, step.rewards, step.terminated
     if step.failed.any():
-        first |= step.failed
         rewards = np.where(step.failed, np.float32(np.nan), rewards)
         terminated = terminated | step.failed
     _check_first(step.observations[first], frame_stack)

@@ -1,4 +1,9 @@
-"""Action distributions, from a network's outputs: one choice, several choices, or a box of real numbers."""
+"""Action distributions, from a network's outputs: one choice, several choices, or a box of real numbers.
+
+An action that an environment does not allow now has a logit of -inf (`masked`): its probability is 0, it adds nothing
+to the entropy, and the loss has no gradient by its logit (Huang and Ontanon, "A Closer Look at Invalid Action Masking
+in Policy Gradient Algorithms", 2022, arXiv 2006.14171).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,11 @@ from torch import Tensor, nn
 from pala.system.errors import PalaError
 
 
+def masked(logits: Tensor, masks: Tensor | None) -> Tensor:
+    """Return the logits [..., A], with -inf where `masks`, bool [..., A], is False. None: every action is allowed."""
+    return logits if masks is None else logits.masked_fill(~masks, -math.inf)
+
+
 class Categorical:
     """Distribution over discrete actions, from logits [..., A]; actions are int64 [...]."""
 
@@ -23,14 +33,20 @@ class Categorical:
         self.first_action = first_action
         self._dtype = dtype
 
-    def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
+    def sample(
+        self, logits: Tensor, generator: torch.Generator, greedy: bool = False, masks: Tensor | None = None
+    ) -> Tensor:
         """Draw actions [B] for logits [B, A], by exponential races: P(argmax p / e) = p. Unlike `multinomial`, logits
         that are not finite give some action instead of an error (on a GPU, a dead context): the update deals with
-        them."""
+        them. It is an allowed one if `masks`, by which the logits are `masked`, are given."""
         if greedy:
-            return logits.argmax(-1)
-        races = torch.empty_like(logits).exponential_(generator=generator)
-        return (logits.softmax(-1) / races).argmax(-1)
+            scores = logits
+        else:
+            races = torch.empty_like(logits).exponential_(generator=generator)
+            scores = logits.softmax(-1) / races
+        if masks is not None:
+            scores = masked(scores.clamp(min=torch.finfo(scores.dtype).min), masks)
+        return scores.argmax(-1)
 
     def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probability of `actions` and the entropy, both [...]."""
@@ -80,8 +96,10 @@ class Gaussian(nn.Module):
         self.register_buffer("low", torch.as_tensor(space.low), persistent=False)
         self.register_buffer("high", torch.as_tensor(space.high), persistent=False)
 
-    def sample(self, mean: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
-        """Draw actions [B, A], not yet clipped to the box."""
+    def sample(
+        self, mean: Tensor, generator: torch.Generator, greedy: bool = False, masks: Tensor | None = None
+    ) -> Tensor:
+        """Draw actions [B, A], not yet clipped to the box. A box has no masks."""
         if greedy:
             return mean
         noise = torch.randn(mean.shape, generator=generator, device=mean.device)
@@ -118,10 +136,13 @@ class MultiCategorical:
         self._choices = [Categorical(size) for size in self._sizes]
         self._starts = torch.from_numpy(starts.reshape(-1).astype(np.int64))
 
-    def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
-        """Draw actions [B, K] for logits [B, sum of sizes]."""
-        parts = zip(self._choices, self._split(logits), strict=True)
-        return torch.stack([choice.sample(part, generator, greedy) for choice, part in parts], -1)
+    def sample(
+        self, logits: Tensor, generator: torch.Generator, greedy: bool = False, masks: Tensor | None = None
+    ) -> Tensor:
+        """Draw actions [B, K] for logits [B, sum of sizes], and masks of that shape."""
+        of_choices = self._split(masks) if masks is not None else [None] * len(self._choices)
+        parts = zip(self._choices, self._split(logits), of_choices, strict=True)
+        return torch.stack([choice.sample(part, generator, greedy, allowed) for choice, part, allowed in parts], -1)
 
     def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probability of `actions` and the entropy, both [...]: sums over the choices."""
