@@ -6,6 +6,7 @@
 #   ./launch/train.sh -n 4 --spares 1 pong                   a fifth rank replaces one that dies
 # Makes .venv on first use. Its options: ./launch/train.sh --help; training's: .venv/bin/python -m pala.train --help
 set -euo pipefail
+trap '' USR2 # for one rank, which then leaves
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 use_environment openmpi

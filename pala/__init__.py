@@ -141,13 +141,16 @@ def _with_random_numbers_of_its_own() -> Iterator[None]:
 
 
 def _note_on_unused(request: Request) -> None:
-    """Say which settings a new run does not read, also of those that a preset set."""
+    """Say which settings a new run does not read, also of those that a preset set; and that a thread hears no
+    signals."""
     from pala.job.header import note_on_unused
+    from pala.system.interrupt import note_on_thread
     from pala.system.output import log
 
     config, code = request.config, request.code
     if code.make_env is not None:  # which wins over the id
         config = replace(config, env=replace(config.env, id="environment made in Python"))
+    note_on_thread()
     note = note_on_unused(config, Config(), code.make_env is not None, code.make_network is not None)
     if request.resume is None and note:
         log(note)

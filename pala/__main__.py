@@ -24,6 +24,8 @@ import signal
 import sys
 
 import pala
+from pala.system.interrupt import note_leave
+from pala.system.output import open_closed_streams
 
 PROGRAMS = (
     "train",
@@ -45,8 +47,11 @@ _OF_RANKS = ("-n", "-np", "--host", "--hostfile", "--restarts", "--spares", "--c
 
 def main() -> None:
     """Run the program that the first argument names, or print the list of programs."""
+    open_closed_streams()
     handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules load there is nothing to keep
     name = (sys.argv[1:2] or [""])[0]
+    if name == "train":
+        note_leave()
     if name in ("", "-h", "--help"):
         print(__doc__)
         return

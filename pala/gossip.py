@@ -16,7 +16,6 @@ exchange (`pala/exchange/gossip/exchange.py`), so deaths, staleness and messages
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -286,8 +285,8 @@ class Gossip:
         """Send this rank's model and average in what peers sent, after an optimiser step. May wait, at most
         `max_staleness` exchanges behind and `patience_s` for a peer. Not collective.
 
-        `steps`: share of the budget that this update counts. A model that is not finite is replaced by a peer's. Raises
-        PalaError if there is no finite model, or if a tensor of the model was replaced.
+        `steps`: share of the budget that this update counts. A model that is not finite is replaced by a peer's before
+        it is sent or averaged. Raises PalaError if there is no finite model, or if a tensor was replaced.
         """
         flat = self._inside_block("after_update")
         _whole_number("steps", steps)
@@ -311,8 +310,7 @@ class Gossip:
         if self._trace is not None:
             self._trace.lap("loop")
         flat.gather()
-        healthy = math.isfinite(float(flat.data.sum()))
-        if not exchange.after_update(steps, healthy) and exchange.stop is Stop.NONE:
+        if not exchange.after_unchecked_update(steps, flat.is_finite) and exchange.stop is Stop.NONE:
             raise PalaError(
                 f"[rank {self.rank}] the model is not finite, and no peer has sent one that is. Lower the "
                 "learning rate."

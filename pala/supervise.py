@@ -12,10 +12,10 @@ explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's deat
 Whether the run is complete is read in its `run.json`; mpirun's exit status can be 0 when a host was lost. A host that
 does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
 of the user's, after SIGTERM, SIGUSR1, ^C or a closed terminal (the job is told to write its checkpoint and end; another
-^C is passed to mpirun as it is), or when two restarts one after the other brought no newer checkpoint. A job whose
-ranks outlive mpirun is waited for: the run's folder is locked as long as one of them lives. An mpirun that outlives its
-ranks by three minutes is ended. A run has one supervisor at a time, which locks `.NAME.supervisor` beside its folder;
-of runs without a name that begin in the same second, each gets a name of its own.
+^C is passed to mpirun as it is), when all ranks were told to leave, or when two restarts one after the other brought no
+newer checkpoint. A job whose ranks outlive mpirun is waited for: the run's folder is locked as long as one of them
+lives. An mpirun that outlives its ranks by three minutes is ended. A run has one supervisor at a time, which locks
+`.NAME.supervisor` beside its folder; of runs without a name that begin in the same second, each gets a name of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import signal
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a job begins there is nothing to end, nor to tell
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for one rank, which then leaves
 
 import argparse
 import os
@@ -49,7 +50,7 @@ from pala.system.files import dated
 from pala.system.interrupt import LEAVE, hangup
 from pala.system.jobs import MpiJob, environment_of_jobs
 from pala.system.launcher import Launch
-from pala.system.output import ANNOUNCEMENT, SUPERVISED, log
+from pala.system.output import ANNOUNCEMENT, SUPERVISED, log, open_closed_streams
 from pala.system.tables import flatten, shown
 from pala.train import Command, parse
 
@@ -57,6 +58,7 @@ _LONGEST_PAUSE_S = 300.0
 _PROBE_S = 60.0  # for a host to start one process
 _LEFT_OVER_S = 150.0  # for ranks to end after their mpirun; NFS often holds a dead host's lock for 90 s
 _ARRIVAL_S = 1.0  # between two looks at a job whose ranks are coming up
+_SAY_WHO_S = 20.0  # until ranks that are not up are named
 _DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
 _FUTILE_RESTARTS = 2
 _ANNOUNCED = re.compile(re.escape(ANNOUNCEMENT) + r" (begun|up) (\d+)")
@@ -77,6 +79,10 @@ def _environment(between_hosts: bool) -> dict[str, str]:
     if not between_hosts:
         return environment_of_jobs()
     return _BETWEEN_HOSTS | environment_of_jobs(on_one_host=False)
+
+
+# Until Python notes SIGUSR2, by which a rank is told to leave, that must not kill it.
+_AS_RANK = ("env", f"{SUPERVISED}=1", "sh", "-c", 'trap "" USR2; exec "$@"', "sh")
 
 
 class Host(NamedTuple):
@@ -165,6 +171,7 @@ class Supervisor:
         self._job: MpiJob | None = None
         self._probes: list[MpiJob] = []  # of hosts
         self._said_mistake = False
+        self._saw_record = False  # of the run, while a job trained
         self._only_notes_signals = False  # if no job runs; else one ends this process
         self._signal: int | None = None
 
@@ -216,6 +223,9 @@ class Supervisor:
                 times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
                 self._say(f"run '{self.run}' is complete{times}.")
                 return 0
+            if self._all_left(before):
+                self._say(f"all ranks were told to leave ({LEAVE.name}), so the run is stopped: not restarted.")
+                return 128 + LEAVE
             # What has trained with these settings once cannot be a mistake of the user's: a full disk, say.
             if status == 2 and self._said_mistake and run_folder.num_segments(self.run) == before and not has_trained:
                 self._say("the job ended with status 2 before it trained: not restarted.")
@@ -263,7 +273,7 @@ class Supervisor:
         self._only_notes_signals = True
         arrivals, segments = Arrivals(ranks), run_folder.num_segments(self.run)
         self._job = MpiJob(
-            [*self.mpirun, *placed, "env", f"{SUPERVISED}=1", sys.executable, "-m", "pala.train", *arguments],
+            [*self.mpirun, *placed, *_AS_RANK, sys.executable, "-m", "pala.train", *arguments],
             _environment(between_hosts=bool(hosts)),
             stderr=subprocess.PIPE,
         )
@@ -293,8 +303,12 @@ class Supervisor:
         signal that comes before it has started them. A job that has made its entry in the run's record has started,
         whatever became of the announcements."""
         latest_s = time.monotonic() + self.start_timeout_s
+        say_s = time.monotonic() + _SAY_WHO_S
         while not arrivals.all_up and job.wait(_ARRIVAL_S) is None:
             is_late = time.monotonic() > latest_s
+            if time.monotonic() > say_s and not is_late:
+                say_s += 2 * _SAY_WHO_S
+                self._say(f"the job still starts: so far {arrivals.missing()}.")
             if self._signal is None and not is_late:
                 continue
             if run_folder.num_segments(self.run) > segments:
@@ -313,7 +327,12 @@ class Supervisor:
 
     def _end_if_it_does_not_end(self, job: MpiJob, watch: EndWatch) -> None:
         """Wait for mpirun's end, and end it if it outlives its ranks."""
-        if job.outlives_its_ranks(watch.is_over):
+
+        def is_over() -> bool:
+            self._saw_record |= self._has_record()
+            return watch.is_over()
+
+        if job.outlives_its_ranks(is_over):
             self._say(f"no rank has lived for {LINGER_S:g} s, but mpirun has not ended: it is ended.")
             self._end(job)
 
@@ -366,6 +385,14 @@ class Supervisor:
         """Return True if the run's record says so and has an entry of the last job: an earlier one may have completed
         it."""
         return run_folder.num_segments(self.run) > segments_before and bool(run_folder.read(self.run)["completed"])
+
+    def _all_left(self, segments_before: int) -> bool:
+        """Return True if the last job ended because nobody was left who was not told to leave: a stop, as by a
+        signal."""
+        if run_folder.num_segments(self.run) <= segments_before:
+            return False
+        last = run_folder.read(self.run)["segments"][-1]
+        return last.get("status") == "stopped" and last.get("signal") == LEAVE.name
 
     def _is_done(self) -> bool:
         """Return True if an earlier job has left nothing to do: no steps, and no evaluation or learning curve that was
@@ -447,6 +474,8 @@ class Supervisor:
         go_on = f"go on with `--resume {shlex.quote(str(self.run))}`"
         if not self._has_record():
             go_on = "give the same command again; nothing was trained"
+            if self._saw_record:
+                go_on = "put its folder back, which was deleted while it trained, or begin anew by the same command"
         self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
         return 1
 
@@ -470,18 +499,26 @@ def survivable(mpirun: str) -> list[str]:
 
 
 def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
-    """Read `name:slots,name:slots`, or a file in Open MPI's or MPICH's form: `name slots=4` or `name:4`, one a line."""
+    """Read `name:slots,user@name:slots`, or a file in Open MPI's or MPICH's form, one a line: `name slots=4`,
+    `name:4`."""
     if host is not None and hostfile is not None:
         raise PalaError("Give '--host' or '--hostfile', not both.")
     source = f"host file '{hostfile}'" if hostfile else "'--host'"
     try:
-        text = hostfile.read_text(encoding="utf-8") if hostfile else (host or "").replace(",", "\n")
+        text = hostfile.read_text(encoding="utf-8-sig") if hostfile else (host or "").replace(",", "\n")
     except (OSError, ValueError) as error:
         raise PalaError(f"Host file '{hostfile}' cannot be read: {reason(error)}.") from None
     hosts: dict[str, int] = {}
     for line in text.splitlines():
         words = line.split("#")[0].strip()
-        match = re.fullmatch(r"([\w.\-]+)(?::(\d+)|(?:\s+\w+=\w+)*?\s+slots=(\d+))?(?:\s+\w+=\w+)*", words)
+        match = re.fullmatch(
+            r"((?:[\w.\-]+@)?[\w.\-]+)(?::(\d+)|(?:\s+\w+=\w+)*?\s+slots=(\d+))?(?:\s+\w+=\w+)*", words
+        )
+        if match is None and re.match(r"\[|\S*:\S*:", words):
+            raise PalaError(
+                f"In {source}, '{words}' is an IPv6 address, which mpirun does not take: write the host's name, as "
+                "/etc/hosts or DNS has it."
+            )
         if words and match is None:
             raise PalaError(f"In {source}, '{words}' is no host; write 'name:4' for one that takes 4 ranks.")
         if match is not None:
@@ -593,6 +630,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> NoReturn:
     """Supervise one run; the exit status is 0 only if it is complete."""
+    open_closed_streams()
     try:
         supervisor = Supervisor(*read_options(sys.argv[1:]))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, *hangup(), LEAVE):

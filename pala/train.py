@@ -14,8 +14,11 @@ from __future__ import annotations
 import signal
 import sys
 
+from pala.system.interrupt import note_leave
+
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until training begins there is nothing to keep, nor to tell
+    note_leave()
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +37,7 @@ from pala.job.request import Request
 from pala.run import run_folder
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
-from pala.system.output import log, print_result
+from pala.system.output import log, open_closed_streams, print_result
 
 _PROGRAM = "pala.train"
 
@@ -96,6 +99,7 @@ def _greet(command: Command, base: Config, job: Job) -> None:
 
 def main() -> None:
     """Do what `python -m pala.train` does on every rank."""
+    open_closed_streams()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with entry.program() as comm:
         command, base = collectively(comm, lambda: read(sys.argv[1:]))

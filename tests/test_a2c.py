@@ -319,6 +319,27 @@ def test_gaussian_is_torchs():
     torch.testing.assert_close(entropy, expected.entropy())
 
 
+@pytest.mark.parametrize(("wants", "bound"), [(1.0, 2.0), (-1.0, -20.0)])
+def test_a_gaussians_deviation_is_bounded_and_comes_back(wants: float, bound: float) -> None:
+    """By SAC's bounds, in steps of 0.1, where nothing but the entropy matters; it once grew without end."""
+    distribution, mean = Gaussian(Box(-1, 1, (2,))), torch.zeros(1, 2)
+    optimiser = torch.optim.RMSprop(distribution.parameters(), 0.1)
+
+    def learn(sign: float, updates: int) -> float:
+        for _ in range(updates):
+            entropy = distribution.log_prob_and_entropy(mean, mean)[1].mean()
+            optimiser.zero_grad()
+            (-sign * entropy).backward()
+            optimiser.step()
+        return float(entropy.detach()) / 2 - 0.5 * math.log(2 * math.pi * math.e)
+
+    assert math.isclose(learn(wants, 300), bound, rel_tol=1e-5)
+    assert abs(float(distribution.log_std.detach()[0]) - bound) < 1.0
+    samples = distribution.sample(mean.expand(10_000, 2), torch.Generator().manual_seed(9))
+    assert math.isclose(math.log(float(samples.std())), bound, abs_tol=0.05)
+    assert abs(learn(-wants, 30) - bound) > 1.0
+
+
 def test_gaussian_samples_have_its_mean_and_deviation():
     distribution, count = Gaussian(Box(-1, 1, (2,))), 40_000
     with torch.no_grad():

@@ -530,6 +530,25 @@ def test_an_answer_moves_by_its_difference_from_the_offer(
     assert (node.parameters.cpu().numpy()[left] == before[left].astype(np.float32)).all()
 
 
+def test_answers_that_wait_have_memory_of_their_own_and_bfloat16s_is_used_again() -> None:
+    node = paired_node(1, "bfloat16")
+    _, offer, _ = offer_of(node, True)
+    places, expected = list[int](), node.parameters.clone()
+    for _ in range(3):
+        changes = []
+        for seed in (2, 3):  # two answers come in one update
+            peer = paired_node(seed, "bfloat16")
+            assert isinstance(node.receive(answer_of(peer, None)), Message)
+            changes.append(node.codec.difference(offer, in_place=False))
+            expected += 0.25 * changes[-1].values.clone()
+        assert changes[0].values.data_ptr() != changes[1].values.data_ptr()
+        for change in changes:
+            node.codec.move(node.parameters, change, 0.25)
+        places.append(changes[1].values.data_ptr())
+    torch.testing.assert_close(node.parameters, expected)
+    assert places[2] in places[:2] or changes[0].values.data_ptr() in places[:2]
+
+
 @settings(reproducible, max_examples=60)
 @given(
     compression=st.sampled_from(COMPRESSIONS), whole=st.booleans(), scale=st.sampled_from([1e-3, 1.0, 1e3]),

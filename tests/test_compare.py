@@ -748,7 +748,7 @@ def test_runs_made_elsewhere_are_added_once(there: Path, no_pictures: None) -> N
     for _ in range(2):
         page, rows = report(same_name.parent)
         assert [row["run"] for row in rows] == ["gossip-Pole-1-1", "gossip-Pole-1-1-2", "mine"]
-    assert [row["variant"] for row in rows] == ["gossip", "gossip", "gossip (learning rate 0.0007)"]
+    assert [row["variant"] for row in rows] == ["gossip", "gossip", "gossip (learning rate auto)"]
     assert "Do not compare speeds over unlike hosts." in section(page, "To bear in mind")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 
 from pala.config import Config, to_table
 from pala.report.runs import published
+from pala.supervise import read_options
 from pala.system.files import read_json
 from pala.system.tables import flatten
+from pala.train import parse
 from support import REPOSITORY
 from support.memory_jobs import configure, train
 
@@ -33,6 +36,19 @@ def prose(page: Path) -> str:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", prose(page)):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_anchors_lead_to_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", prose(page)):
+        assert anchor in anchors(page.parent / target if target else page), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
@@ -85,6 +101,16 @@ def options_by_program() -> dict[str, set[str]]:
     return {program: options for program, options in found.items() if options}
 
 
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_python_and_trainings_of_the_pages_are_understood(page: Path) -> None:
+    """Compile the blocks of Python, and read the commands that train, with their presets."""
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(block, str(page), "exec")
+    for command in re.findall(r"^ {4}pala train ([^\n#]*)", page.read_text(), re.MULTILINE):
+        if not re.search(r"--resume|\b[a-z_]+\.(toml|txt)\b", command):  # those need a run, or a file
+            assert parse(read_options(shlex.split(command))[1]).config.total_steps
+
+
 HELP = """
 import contextlib, io, json, runpy, sys
 printed = {}
@@ -102,11 +128,13 @@ print(json.dumps(printed))
 
 
 def test_options_that_the_pages_give_exist() -> None:
-    """All programs in one process: most of their time is that of imports."""
-    command = [sys.executable, "-c", HELP, *options_by_program()]
+    """All programs in one process: most of their time is that of imports. `pala train -n 4` takes the options of
+    `pala.supervise` too."""
+    command = [sys.executable, "-c", HELP, *options_by_program(), "-m pala.supervise"]
     environment = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=REPOSITORY)
     printed = json.loads(done.stdout)
+    printed["-m pala.train"] += printed["-m pala.supervise"]
     for program, given in options_by_program().items():
         assert given - set(re.findall(r"--[a-z][\w.-]*", printed[program])) == set(), program
 
@@ -126,21 +154,31 @@ def test_keys_that_the_pages_name_are_of_the_configuration(page: Path) -> None:
     assert (options | named) - KEYS - OTHERS == set()
 
 
-def test_tests_that_the_table_of_faults_names_exist() -> None:
-    names = {
-        name for page in (REPOSITORY / "tests").glob("*.py") for name in re.findall(r"def (test_\w+)", page.read_text())
-    }
-    rows = re.findall(r"^\|.*\|$", (REPOSITORY / "docs/reliability.md").read_text().split("## Faults")[1], re.MULTILINE)
-    for row in rows[2:]:
-        for name in re.findall(r"`([\w.]+)`", row.rstrip("|").rpartition("|")[2]):
-            file = REPOSITORY / "tests" / name
-            assert file.exists() if name.endswith(".py") else any(name in test for test in names), name
+def rows_of_faults(page: str) -> list[list[str]]:
+    """Return the cells of each row of the page's tables whose last column names tests."""
+    tables = re.findall(r"^\|.*\| shown by \|\n\|[-|]+\n((?:\|.*\n)+)", (REPOSITORY / "docs" / page).read_text(), re.M)
+    return [row.strip("|").split("|") for table in tables for row in table.splitlines()]
+
+
+@pytest.mark.parametrize(("page", "least"), [("faults.md", 60), ("gorila_reference.md", 10)])
+def test_tests_that_the_tables_of_faults_name_exist(page: str, least: int) -> None:
+    files = [file.read_text() for file in (REPOSITORY / "tests").glob("*.py")]
+    names = {name for text in files for name in re.findall(r"def (test_\w+)", text)}
+    rows = rows_of_faults(page)
+    assert len([row for row in rows if "`" in row[-1]]) >= least
+    for name in (name for row in rows for name in re.findall(r"`([\w.]+)`", row[-1])):
+        file = REPOSITORY / "tests" / name
+        assert file.exists() if name.endswith(".py") else any(name in test for test in names), name
+
+
+def test_cells_of_the_table_of_faults_are_short() -> None:
+    assert [cell for row in rows_of_faults("faults.md") for cell in row if len(cell.split()) > 25] == []
 
 
 @pytest.mark.slow
 def test_the_runs_record_is_on_its_page(tmp_path: Path) -> None:
     """Each key of a start's entry in run.json, and none that is not written any more."""
-    section = (REPOSITORY / "docs/metrics.md").read_text().partition("## The run's record")[2].partition("\n## ")[0]
+    section = (REPOSITORY / "docs/run_folder.md").read_text().partition("## run.json")[2]
     told = {key for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
     job = train(2, configure(tmp_path, steps=50))
     runs = (run for folder in (REPOSITORY / "results").iterdir() for run in published(folder))

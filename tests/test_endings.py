@@ -587,7 +587,7 @@ def test_a_run_keeps_its_name_but_a_copy_may_have_another(tmp_path: Path, capsys
 
 def test_a_run_that_left_out_all_of_its_updates_has_failed(tmp_path: Path) -> None:
     def make_env() -> gymnasium.Env:
-        return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda reward: float("nan"))
+        return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda reward: 1e30)
 
     ranks = Ranks(2, replace(configure(tmp_path), total_steps=400), make_env=make_env)
     ranks.train()
@@ -604,12 +604,13 @@ def test_a_run_that_left_out_all_of_its_updates_has_failed(tmp_path: Path) -> No
 def test_a_run_of_gorila_without_an_update_says_that_it_learned_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """All its rewards are NaN, so that nothing comes into a replay."""
+    """All its rewards are NaN, so that each step is a failure and nothing comes into a replay."""
 
     def make_env() -> gymnasium.Env:
         return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda reward: float("nan"))
 
-    ranks = Ranks(2, gorila(tmp_path), make_env=make_env)
+    config = gorila(tmp_path)
+    ranks = Ranks(2, replace(config, env=replace(config.env, restarts=10**6)), make_env=make_env)
     ranks.train()
     assert ranks.record["completed"]
     said = capsys.readouterr().err

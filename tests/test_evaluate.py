@@ -21,14 +21,14 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pala
 from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, to_table
+from pala.envs.processes import EnvProcesses
 from pala.envs.vector import Envs, Episode, Step, make_envs
 from pala.evaluation import evaluate as program
-from pala.evaluation.policy import load_policy, policy_of
+from pala.evaluation.policy import Actor, load_policy, policy_of
 from pala.evaluation.record import Evaluation, action_words, read_evaluation, save
 from pala.evaluation.references import human_normalised, reference_scores
 from pala.evaluation.scoring import Acting, _statistics, evaluate, play_episodes
@@ -60,6 +60,7 @@ class ShortAndLong:
     """Stands for `Envs`: environment 0 has an episode of return 0 each step, environment 1 one of 10 each 10 steps."""
 
     num_envs = 2
+    action_masks = None
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         self._steps = 0
@@ -69,7 +70,17 @@ class ShortAndLong:
         self._steps += 1
         episodes = [Episode(0.0, 1, 0)] + ([Episode(10.0, 10, 1)] if self._steps % 10 == 0 else [])
         nothing = np.zeros(2)
-        return Step(np.zeros((2, 1)), nothing, nothing, nothing, nothing, episodes)
+        return Step(np.zeros((2, 1)), nothing, nothing, nothing, nothing, episodes, nothing > 0)
+
+
+class Echo:
+    """Stands for `Actor`."""
+
+    def act(self, observations: np.ndarray, masks: np.ndarray | None, greedy: bool) -> np.ndarray:
+        return observations
+
+    def forget(self, began: np.ndarray) -> None:
+        pass
 
 
 def save_rank(
@@ -101,7 +112,9 @@ def cartpole_run(tmp_path: Path) -> Path:
 
 
 def test_short_episodes_are_not_favoured() -> None:
-    played, steps = play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=4)
+    played, steps = play_episodes(
+        cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=4
+    )
     assert sorted(episode.episode_return for episode in played) == [0, 0, 10, 10]
     assert steps == 40
 
@@ -117,10 +130,14 @@ def test_an_episode_without_an_end_is_cut(cartpole_run: Path, capsys: pytest.Cap
 
 
 def test_episodes_that_are_all_there_are_not_given_up() -> None:
-    played, _ = play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=1, timeout_s=0.0)
+    played, _ = play_episodes(
+        cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=1, timeout_s=0.0
+    )
     assert len(played) == 1
     with pytest.raises(PalaError, match="given up after 0 s"):
-        play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=2, timeout_s=0.0)
+        play_episodes(
+            cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=2, timeout_s=0.0
+        )
 
 
 def test_an_episode_that_training_would_cut_is_cut_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +148,7 @@ def test_an_episode_that_training_would_cut_is_cut_and_said(tmp_path: Path, caps
 
 
 def test_an_odd_number_of_episodes_is_shared_out() -> None:
-    played, _ = play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=5)
+    played, _ = play_episodes(cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=5)
     assert [sum(episode.env_index == i for episode in played) for i in range(2)] == [3, 2]
 
 
@@ -139,7 +156,9 @@ def test_games_that_do_not_end_are_given_up() -> None:
     with pytest.raises(
         PalaError, match=r"given up after 0\.1 s \('evaluation\.timeout_s'\) with \d+ of 1000000 episodes"
     ):
-        play_episodes(cast(Envs, ShortAndLong()), lambda o: o, np.zeros(2, np.int32), episodes=10**6, timeout_s=0.1)
+        play_episodes(
+            cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=10**6, timeout_s=0.1
+        )
 
 
 def test_statistics_and_repeatability(cartpole_run: Path) -> None:
@@ -168,8 +187,11 @@ def test_greedy_actions_need_no_random_stream(cartpole_run: Path) -> None:
     config = run_folder.config_of(cartpole_run)
     policy = load_policy(cartpole_run, config, make_envs(replace(config.env, num_envs=1)))
     observations = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
-    assert (policy.actor(True, 0)(observations) == policy.actor(True, 1)(observations)).all()
-    assert (policy.actor(False, 0)(observations) != policy.actor(False, 1)(observations)).any()
+    for greedy in (True, False):
+        policy.seed(0)
+        first = policy.act(observations, greedy)
+        policy.seed(1)
+        assert (first == policy.act(observations, greedy)).all() == greedy
 
 
 def test_one_episode_has_no_standard_error(cartpole_run: Path) -> None:
@@ -419,7 +441,7 @@ def test_an_evaluation_that_is_interrupted_leaves_no_process(tmp_path: Path, mon
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(AsyncVectorEnv, "step_wait", interrupted)
+    monkeypatch.setattr(EnvProcesses, "_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(run, 2, 2, Acting())
     assert not multiprocessing.active_children()

@@ -49,6 +49,7 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (planted.WaitsForTheStopped, "wait", {"faults": "patience garbled"}),
     (planted.RefusesWhoRefuses, "endless wait", {"faults": "nan"}),
     (planted.IgnoresWhoLeaves, "deadlock", {"faults": "leave"}),
+    (planted.CountsOnAnyRank, "no rank that stays has a model", {"faults": "leave nan"}),
     pytest.param(
         planted.WaitsForTheAnswerOfWhoLeft,
         "wait",
@@ -75,6 +76,8 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (planted.IgnoresTheNumber, "answer to another", {"faults": "garbled"}),
     (planted.RepliesToNothingThatCannotBeRead, "wait", {"faults": "garbled"}),
     (planted.LeavesAnAnswerThatCannotBeReadOpen, "wait", {"faults": "garbled"}),
+    (planted.SendsToAllOfAGroup, "deadlock", {"ranks": 3, "groups": (0, 0, 1)}),
+    (planted.NeverHearsWhoLeads, "wait", {"ranks": 3, "groups": (0, 0, 1), "faults": "death"}),
     (planted.LooksAtNoClockInARollout, "stale", {"faults": "absence", "exchanges_per_update": 2}),
 ]
 DRIVER_BUGS: list[tuple[type[GossipDriver], str, dict[str, Any]]] = [
@@ -155,6 +158,12 @@ def test_two_ranks_hold_with_worse_faults(mixing: str, faults: str) -> None:
     assert_holds(explored(faults, mixing=mixing, max_staleness=0))
 
 
+@pytest.mark.parametrize("mixing", slow_but_for(["uniform", "paired"], "uniform"))
+def test_who_leaves_takes_no_last_model_along(mixing: str) -> None:
+    """Whether another rank's model is finite is not known: it has to say so."""
+    assert_holds(explored("leave nan", mixing=mixing, max_staleness=0, rare=frozenset({"nan"}), most_rare=1))
+
+
 @pytest.mark.parametrize("faults", ["", "death", pytest.param("nan", marks=pytest.mark.slow)])
 def test_two_ranks_hold_that_exchange_between_steps(faults: str) -> None:
     assert_holds(explored(faults, mixing="paired", max_staleness=0, exchanges_per_update=2))
@@ -164,6 +173,19 @@ def test_two_ranks_hold_that_exchange_between_steps(faults: str) -> None:
 def test_three_ranks_hold(max_staleness: int) -> None:
     assert_holds(explored(symmetry=True, ranks=3, topology="ring", max_staleness=max_staleness))
     assert_holds(explored(ranks=3, topology="ring", mixing="paired", max_staleness=max_staleness))
+
+
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+@pytest.mark.parametrize("max_staleness", slow_but_for([0, 1], 1))
+@pytest.mark.parametrize("faults", slow_but_for(["", "death", "death stop"], "", "death"))
+def test_two_groups_hold_whoever_leads(mixing: str, max_staleness: int, faults: str) -> None:
+    assert_holds(explored(faults, ranks=3, groups=(0, 0, 1), mixing=mixing, max_staleness=max_staleness))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+def test_two_groups_hold_when_leaders_leave(mixing: str) -> None:
+    assert_holds(explored("death leave", ranks=3, groups=(0, 0, 1), mixing=mixing, max_staleness=0))
 
 
 @pytest.mark.parametrize("faults", ["", "nan", "death"])
@@ -271,7 +293,8 @@ def test_a_search_that_is_given_up_says_so(capsys: pytest.CaptureFixture[str]) -
         (["--ranks", "6", "--topologies", "random"], "too many choices with more than 4 ranks"),
         (["--ranks", "20", "--topologies", "random", "--staleness", "1"], "too many choices with more than 10 ranks"),
         (["--mixings", "uniform", "--exchanges-per-update", "2"], "none of '--mixings' is by pairs"),
-        (["--ranks", "1"], "at least 2"), (["--topologies", "star"], "'star' is none of"),
+        (["--group", "2"], "one group of all ranks"), (["--ranks", "1"], "at least 2"),
+        (["--topologies", "star"], "'star' is none of"),
         (["--ranks"], "'--ranks' names nothing"), (["--staleness"], "'--staleness' names nothing"),
         (["--most-s", "nan"], "'--most-s' is nan but must lie above 0"),
     ],

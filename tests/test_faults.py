@@ -1,4 +1,4 @@
-"""Real faults of real ranks: killed, stopped, slow, told to end. docs/reliability.md is the table of them."""
+"""Real faults of real ranks: killed, stopped, slow, told to end. docs/faults.md is the table of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ import pytest
 
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import Tail, metrics_path, read_run
-from pala.supervise import survivable
+from pala.supervise import _AS_RANK, survivable
 from support import REPOSITORY
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
 from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks, processes_in
@@ -342,9 +344,9 @@ def test_when_all_ranks_fail_the_run_is_not_complete(any_mpi: Launcher, tmp_path
                 lost = json.load(file)["segments"][0].get("lost_ranks", [])
             if len(lost) == rank:
                 raise RuntimeError("the planted fault")"""
-    job = start_disturbed(any_mpi, 3, disturbance, *ENDLESS, cwd=tmp_path).wait()
-    for rank, what in enumerate(("the others go on", "the others go on", "the job ends")):
-        assert f"pala: rank {rank} failed; {what}." in job.output, job.output
+    job = start_disturbed(any_mpi, 3, disturbance, "--env.restarts", "0", *ENDLESS, cwd=tmp_path).wait()
+    for rank in range(3):
+        assert f"pala: error: [rank {rank}] The environment 'CartPole-v1' has failed once" in job.output, job.output
     record = record_of(tmp_path / "runs/r")
     assert not record["completed"] and record["segments"][0]["status"] == "failed"  # whatever mpirun's status says
     assert [lost["rank"] for lost in record["segments"][0]["lost_ranks"]] == [0, 1]
@@ -360,7 +362,8 @@ def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi:
         while steps == 500 and not os.path.exists(f"ready-{1 - rank}"):
             time.sleep(0.001)
         assert steps < 500, "the planted fault" """
-    job = start_disturbed(any_mpi, 2, disturbance, "--env.num-envs", "1", *ENDLESS, cwd=tmp_path).wait()
+    options = ["--env.num-envs", "1", "--env.restarts", "0", *ENDLESS]
+    job = start_disturbed(any_mpi, 2, disturbance, *options, cwd=tmp_path).wait()
     assert job.output.count("the planted fault") >= 2, job.output
     assert not record_of(tmp_path / "runs/r")["completed"]
     assert_all_end(tmp_path)
@@ -526,6 +529,28 @@ def test_a_signal_during_the_start(
         assert job.status != 0 and not ((run / "run.json").exists() and record_of(run)["completed"])
 
 
+def catches(pid: int, number: int) -> bool:
+    """True when the process has a handler of its own for this signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s+(\w+)", status)[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("program", [["-m", "pala.train"], ["-m", "pala", "train"]])
+def test_a_rank_that_is_told_to_leave_as_it_starts_is_not_killed(program: list[str], tmp_path: Path) -> None:
+    """Started as `supervise.py` starts it. Told in its first instructions it goes on; told later, it leaves."""
+    command = [*_AS_RANK, sys.executable, *program, *CARTPOLE, "--run.name", "r", *ENDLESS]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as rank:
+        words = Path(f"/proc/{rank.pid}/cmdline")
+        wait_for(lambda: words.read_bytes().split(b"\0")[1:3] == [b"-m", program[1].encode()], pause_s=0.001)
+        rank.send_signal(signal.SIGUSR2)
+        wait_for(lambda: catches(rank.pid, signal.SIGUSR2) or rank.poll() is not None, what="the handler")
+        rank.send_signal(signal.SIGUSR2)
+        output, _ = rank.communicate()
+    assert rank.returncode == 128 + signal.SIGUSR2, output
+    assert "was told to leave (SIGUSR2), but no other rank trains: the job ends" in output
+    assert record_of(tmp_path / "runs/r")["segments"][0]["signal"] == "SIGUSR2"
+
+
 @pytest.mark.slow
 def test_usr1_in_training_ends_with_a_checkpoint_however_long_that_takes(any_mpi: Launcher, tmp_path: Path) -> None:
     """A step of two seconds stands for a slow environment or disk: mpirun would have killed it after a TERM."""
@@ -615,3 +640,62 @@ def median_of_ratios(speeds: dict[int, list[float]]) -> float:
     if len(pairs) < 6:
         return math.nan
     return statistics.median(statistics.mean(speeds[odd]) / statistics.mean(speeds[even]) for odd, even in pairs)
+
+
+COUNTED = """
+import os, sys, time
+import gymnasium, numpy
+class Counted(gymnasium.Env):
+    '''Episodes of seven steps that pay 1 to 7.'''
+    observation_space = gymnasium.spaces.Box(0, 7, (1,), numpy.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return numpy.zeros(1, numpy.float32), {}
+    def step(self, action):
+        os.path.exists("free") or time.sleep(0.02)
+        self.steps += 1
+        return numpy.array([self.steps], numpy.float32), float(self.steps), self.steps == 7, False, {}
+gymnasium.register("Counted-v0", Counted)
+"""
+
+
+@pytest.mark.slow
+def test_a_job_outlives_the_processes_of_its_environments(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Killed six times, each rank plays on as fast as before; no return is of two episodes, none of a part."""
+    run, num_envs = tmp_path / "runs/r", 2
+    (tmp_path / "counted.py").write_text(COUNTED)
+    job = any_mpi.start_train(
+        2, *CARTPOLE, "--run.name", "r", "--env.id", "counted:Counted-v0", "--env.vectorization", "async",
+        "--env.num-envs", str(num_envs), "--total-steps", "20000", cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+    )  # fmt: skip
+
+    def workers(rank: int) -> list[int]:
+        pids = processes_in(tmp_path)
+        ours = [pid for pid in pids if int(_stat_of(pid)[1]) == ranks[rank]]
+        return [pid for pid in ours if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def failures() -> int:
+        return total(run, "env_failures")
+
+    ranks = wait_until_all_train(tmp_path, 2)
+    usual = [statistics.median(r["local_steps_per_s"] for r in intervals(run, rank)) for rank in range(2)]
+    for killed in range(1, 7):
+        rank = killed % 2
+        steps = local_steps(run)[rank]
+        wait_for(lambda: local_steps(run)[rank] > steps + 20 * num_envs, what="whole episodes")  # noqa: B023 - at once
+        os.kill(workers(rank)[killed % num_envs], signal.SIGKILL)
+        wait_for(lambda: failures() == killed, what="a record of the failure")  # noqa: B023
+    for rank in range(2):
+        wait_for(lambda: intervals(run, rank)[-1]["local_steps_per_s"] > usual[rank] / 2, what="steps/s")  # noqa: B023
+    (tmp_path / "free").touch()
+    job.wait()
+    assert job.status == 0 and record_of(run)["completed"], job.output
+    assert job.output.count("its process has ended (signal 9). It is made anew") >= 2, job.output
+    assert "Traceback" not in job.output
+    episodes = [r for records in read_run(run) for r in records if r["type"] == "episode"]
+    assert episodes and {(r["return"], r["length_steps"]) for r in episodes} == {(28.0, 7)}
+    assert failures() == 6
+    assert_all_end(tmp_path)

@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ import torch
 from torch import nn
 
 import pala
+from pala.comm.base import Received
 from pala.exchange.flat import FlatTensors, named_tensors
+from pala.exchange.gossip import exchange, models
+from pala.exchange.gossip.driver import GossipDriver
 from pala.gossip import Gossip
 from pala.system.errors import PalaError
 from pala.testing.faults import fail_at_message
@@ -86,6 +91,59 @@ def test_a_model_that_is_not_finite_is_replaced_by_a_peers() -> None:
 
     for model in on_ranks(3, main):
         assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_large_model_comes_on_the_transports_thread(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a small one on either: waking a thread takes longer than receiving it."""
+    monkeypatch.setattr(exchange, "_LARGE_BYTES", 0 if large else 2**30)
+    by = Counter[bool]()
+    on_message = GossipDriver.on_message
+
+    def note(driver: GossipDriver, message: Received) -> None:
+        by[threading.current_thread().name.startswith("pala-memory-")] += 1
+        on_message(driver, message)
+
+    monkeypatch.setattr(GossipDriver, "on_message", note)
+
+    def main(comm: MemoryCommunicator) -> int:
+        return train(comm, total_steps=300)[1].global_steps
+
+    assert min(on_ranks(2, main)) >= 300
+    assert by.total() > 20 and (by[False] == 0) == large
+
+
+def test_a_model_is_looked_at_before_it_is_sent_or_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is not finite never leaves its rank, and is looked at less often than it is updated."""
+    looks, sent, fill = [0], list[bool](), models.TensorModels.fill
+    is_finite = FlatTensors.is_finite
+
+    def look(flat: FlatTensors) -> bool:
+        looks[0] += 1
+        return is_finite(flat)
+
+    def note(self: models.TensorModels, *arguments: Any) -> int:
+        num_bytes = fill(self, *arguments)
+        sent.append(bool(self._model.isfinite().all()))
+        return num_bytes
+
+    monkeypatch.setattr(FlatTensors, "is_finite", look)
+    monkeypatch.setattr(models.TensorModels, "fill", note)
+
+    def main(comm: MemoryCommunicator) -> int:
+        model, updates = zeros(), 0
+        with Gossip(model, total_steps=400, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                updates += 1
+                if comm.rank == 0 and updates % 20 == 7:
+                    model.get_parameter("weight").data.fill_(float("inf"))
+                gossip.after_update(steps=1)
+        return updates
+
+    updates = sum(on_ranks(2, main))
+    assert sent and all(sent)
+    assert 0 < looks[0] < updates
 
 
 def test_a_rank_that_dies_leaves_the_others_training() -> None:
@@ -288,9 +346,9 @@ def test_the_living_average_after_a_death(mpi: Launcher, tmp_path: Path) -> None
     )
 
 
-def test_the_code_of_its_page_runs(tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs/library.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+def test_the_code_of_its_pages_runs(tmp_path: Path) -> None:
+    pages = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ("library", "library_faults"))
+    blocks = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
     assert len(blocks) == 4
     command = [sys.executable, "-c", "\n".join(blocks)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}

@@ -185,14 +185,14 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 SETTINGS: list[dict[str, Any]] = [
-    {},
+    {"mixing": "uniform"},
     {"mixing": "paired"},
     {"mixing": "push_sum", "topology": "exponential"},
     {"compression": "bfloat16", "mixing": "paired"},
     {"compression": "top_k"},
     {"mixing": "paired", "exchanges_per_update": 3},
     {"max_staleness": 0},
-    {"topology": "complete"},
+    {"topology": "complete", "mixing": "uniform"},
 ]
 
 

@@ -111,9 +111,15 @@ def processor_s(pid: int) -> float:
 
 
 @pytest.mark.slow
-def test_a_group_is_a_host_and_goes_on_when_its_link_is_cut(possible: Launcher, tmp_path: Path) -> None:
+def test_groups_of_two_hosts_outlive_a_cut_link_and_a_killed_member(possible: Launcher, tmp_path: Path) -> None:
+    """Each group is a host. While the link is cut both continue; after that a rank of one dies, its leader."""
     script = write_disturbed(tmp_path, SLOW_UNTIL_FREE, "--exchange.group", "host", "--total-steps", "16000")
     run = tmp_path / "runs/r"
+
+    def wait_for_steps(*ranks: int) -> None:
+        made = local_steps(run)
+        wait_for(lambda: min(local_steps(run)[rank] - made[rank] for rank in ranks) > 500, what=f"steps of {ranks}")
+
     with VirtualHosts(2) as hosts:
         command, environment = hosts.mpirun(
             ["--with-ft", "ulfm", str(possible.folder / "python"), script],
@@ -121,12 +127,16 @@ def test_a_group_is_a_host_and_goes_on_when_its_link_is_cut(possible: Launcher, 
         )  # fmt: skip
         job = possible.start_command(command, cwd=tmp_path, env=environment)
         wait_for(lambda: all_train(run, 4), what="training")
+        pids = pids_of_ranks(tmp_path)
         hosts.set_link(1, up=False)
-        made = local_steps(run)
-        wait_for(lambda: min(now - then for now, then in zip(local_steps(run), made, strict=True)) > 500, what="both")
+        wait_for_steps(0, 1, 2, 3)
         hosts.set_link(1, up=True)
+        os.kill(pids[2], signal.SIGKILL)
+        wait_for_steps(0, 1, 3)
         (tmp_path / "free").touch()
         job.wait()
+    segment = record_of(run)["segments"][0]
     assert job.status == 0 and record_of(run)["completed"], job.output
+    assert [entry["rank"] for entry in segment["lost_ranks"]] == [2]
     assert_one_model(run, 0, 1)
-    assert_one_model(run, 2, 3)
+    assert min(total(run, "mixes", rank) for rank in (0, 2, 3)) > 0  # rank 3 led after rank 2

@@ -202,14 +202,14 @@ def test_time_is_split_into_parts_that_sum_to_one():
 
 
 def poisoned(bad_steps: range) -> type[Clock]:
-    """A Clock whose pay is not a number in these of its steps."""
+    """A Clock whose pay is beyond what a loss can be in these of its steps."""
 
     class Poisoned(Clock):
         total = 0
 
         def pay(self) -> float:
             self.total += 1
-            return math.nan if self.total in bad_steps else 1.0
+            return 1e30 if self.total in bad_steps else 1.0
 
     return Poisoned
 

@@ -284,7 +284,8 @@ def test_the_others_go_on_when_ranks_leave(
     states = job.states()
     # Unlike that of the dead, all of their work is counted.
     assert job.segment["global_steps"] == sum(saved_steps(states)) >= 1200
-    assert [saved_steps(states)[rank] for rank in left] == [5 * BATCH] * len(left)
+    # It leaves when another has said that it has a model: after the next update or two.
+    assert all(5 * BATCH < saved_steps(states)[rank] < 20 * BATCH for rank in left)
     assert job.total("waits_given_up") == 0 and "has died" not in capsys.readouterr().err
     resumed = job.resume(4, steps=1600)
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
@@ -460,7 +461,9 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, m
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
     job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
-    assert saved_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(saved_steps(job.states()))
+    assert 5 * BATCH < saved_steps(job.states())[0] < 20 * BATCH and job.segment["global_steps"] == sum(
+        saved_steps(job.states())
+    )
     others = job.states()[1:]
     policy = torch.cat([tensor.flatten() for tensor in job.policy.values()])
     assert math.isclose(float(policy.norm()), float(parameters(others).mean(0).norm()), rel_tol=1e-3)
@@ -1053,6 +1056,38 @@ def test_a_file_that_cannot_be_written_at_the_end_is_an_error_of_its_own(
     trained = train(1, configure(tmp_path), on_count=on_count)
     (error,) = trained.results
     assert isinstance(error, SaveError) and reason(error).startswith("Permission denied ('")
+
+
+def test_a_record_that_who_takes_the_lead_cannot_write_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once ended in a traceback."""
+
+    def fail(path: Path, *_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        comm.on_count(updates)
+        if updates == 10:
+            monkeypatch.setattr(run_folder, "write_json", fail)
+
+    error = train(2, configure(tmp_path), [fail_at(0, update=10)], on_count=on_count).results[1]
+    assert isinstance(error, SaveError) and reason(error).startswith("Permission denied ('")
+
+
+def test_a_run_whose_folder_is_deleted_says_that_nothing_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said that the checkpoint before was."""
+
+    def on_count(comm: MemoryCommunicator, updates: int) -> None:
+        if updates == 10:
+            shutil.rmtree(tmp_path / "r")
+
+    (error,) = train(1, configure(tmp_path), on_count=on_count).results
+    said = capsys.readouterr().err
+    assert f"Run folder '{tmp_path / 'r'}' was deleted, and all that was kept of this run with it" in said
+    assert isinstance(error, OSError) and "The one before is kept" not in said
 
 
 @pytest.mark.parametrize("kind", slow_but_for(COUPLED, "gossip"))

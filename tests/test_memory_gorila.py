@@ -238,7 +238,7 @@ def test_a_budget_that_never_copies_the_target_network_is_told(
     assert (sentence in capsys.readouterr().err) == is_said
 
 
-def test_rewards_that_are_not_finite_are_left_out_counted_and_said_once(
+def test_steps_in_which_an_environment_fails_are_left_out_counted_and_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     spoiled, had = list[int](), set[int]()  # at which steps; how many at the end of an interval
@@ -266,11 +266,13 @@ def test_rewards_that_are_not_finite_are_left_out_counted_and_said_once(
         return run_rank(comm, request, comm.interrupt)
 
     config = gorila(tmp_path, steps=ENDLESS)
+    config = replace(config, env=replace(config.env, restarts=10**6))
     job = Trained(config, run_ranks(2, main))
     assert job.ended_well() and all(bool(tensor.isfinite().all()) for tensor in job.policy.values())
     assert job.total("rewards_not_finite") == job.total("rewards_not_finite", rank=1) == len(spoiled)
+    assert job.total("env_failures", rank=1) == len(spoiled)
     assert job.total("gradients_not_finite") == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if "rewards are not finite" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "in which environments failed" in line]
     assert len(said) == 1 and said[0].startswith("[rank 1] left"), said
 
 

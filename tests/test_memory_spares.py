@@ -18,6 +18,7 @@ from pala.config.checks import check
 from pala.envs.vector import Envs
 from pala.exchange.budget import StepBudget
 from pala.exchange.gossip.driver import GossipDriver
+from pala.exchange.gossip.exchange import GossipExchange
 from pala.job.job import Job
 from pala.job.rank import run_rank
 from pala.job.request import Request, Result
@@ -230,6 +231,24 @@ def test_a_spare_replaces_a_rank_that_leaves(tmp_path: Path) -> None:
     job = train(4, with_spares(tmp_path, spares=1), on_count=on_count)
     assert stopped_well(job, but_for=[1]) and job.results[1].status == "left"
     assert ranks_in(job, "left_ranks") == [1] and ranks_in(job, "joined_ranks") == [3]
+
+
+@pytest.mark.parametrize("mixing", slow_but_for(["uniform", "paired"], "uniform"))
+def test_who_has_the_only_model_leaves_when_a_spare_has_one_too(
+    mixing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told just when the spare's word has come that it takes a place; it once took the model along."""
+    leave = GossipExchange.leave
+
+    def leave_as_the_spare_joins(exchange: GossipExchange) -> bool:
+        wait_for(lambda: 2 in {*exchange.joining} or exchange.state().steps_by_rank[2], 60, "the word of the spare")
+        return leave(exchange)
+
+    monkeypatch.setattr(GossipExchange, "leave", leave_as_the_spare_joins)
+    on_count = stop_when(2, updates=5, also=leave_at(0, update=5))
+    job = train(3, with_spares(tmp_path, spares=1, mixing=mixing), [fail_at(1, update=5)], on_count=on_count)
+    assert stopped_well(job, but_for=[0, 1]) and job.results[0].status == "left"
+    assert ranks_in(job, "left_ranks") == [0] and ranks_in(job, "joined_ranks") == [2]
 
 
 def test_when_all_who_have_a_model_die_a_spare_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

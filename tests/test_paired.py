@@ -146,6 +146,31 @@ def test_offers_of_several_are_answered_at_once_with_a_smaller_fraction() -> Non
     assert answered(update(p)) == []
 
 
+def test_a_rank_is_idle_while_its_offer_is_open_and_nothing_has_come() -> None:
+    """Then an update sends and mixes no model; else it may."""
+    p, peer, number = with_offer(max_staleness=3)
+    assert p.is_idle() and update(p) == [GoOn()] and p.is_idle()
+    answer_came(p, peer, number)
+    assert not p.is_idle(), "it moves"
+    update(p)
+    offer_came(p, 2)
+    assert not p.is_idle(), "it answers"
+    assert not paired().is_idle(), "it offers"
+
+
+def test_a_rank_that_may_wait_is_not_idle() -> None:
+    """While it waits something comes, and is mixed. Nor is one that has no model, or whose peer is silent."""
+    p, _, _ = with_offer(max_staleness=2)
+    update(p)
+    assert p.staleness == 2 and not p.is_idle() and waits(update(p))
+    p, peer, _ = with_offer(max_staleness=10)
+    p.silent.add(peer)
+    assert not p.is_idle(), "another offer may be made"
+    p, _, _ = with_offer(max_staleness=10)
+    p.state.healthy = False
+    assert not p.is_idle()
+
+
 def test_a_rank_has_one_open_offer() -> None:
     p, peer, number = with_offer(max_staleness=10)
     for _ in range(3):

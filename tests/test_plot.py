@@ -15,7 +15,7 @@ from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
 from pala.evaluation.references import reference_of, score_table
 from pala.report.curves import Curve, curve_of, learning_curve, mean_of, running_mean
 from pala.report.panels import Mark, draw_evaluations, draw_references
-from pala.report.pictures import line_look, new_figure
+from pala.report.pictures import line_look, new_figure, verbatim
 from pala.report.plot import _draw_many, _draw_one, _grouped, main, plot, read
 from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
@@ -47,6 +47,12 @@ def make_run(
             records.append({"type": "interval", "consensus_distance": distance} | stamp)
         MetricsWriter(metrics_path(path, rank), rank).write(records)
     return path
+
+
+def test_a_name_of_another_locale_can_be_drawn() -> None:
+    """In an ASCII locale its letters come as bytes; the picture then failed."""
+    assert verbatim(os.fsencode("café").decode("ascii", "surrogateescape")) == "café"
+    assert verbatim("\udcff$") == "\ufffd\\$"
 
 
 def test_running_mean_grows_to_its_window() -> None:

@@ -1,10 +1,14 @@
-"""The prose of docstrings, as far as a pattern can tell. Ruff's D401 looks at the verbs that begin functions' ones."""
+"""The prose of docstrings and of the pages of README and docs/, as far as a pattern can tell.
+
+Ruff's D401 looks at the verbs that begin functions' docstrings.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +56,64 @@ def test_others_are_found(docstring: str, word: str) -> None:
 
 def test_plain_ones_are_not_found() -> None:
     assert not faults('def f():\n    """Return models that go one way, as often as asked. Who asks, is known."""\n')
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+DEVELOPERS_PAGE = REPOSITORY / "docs" / "architecture.md"
+PAGES = [REPOSITORY / "README.md", *sorted(set((REPOSITORY / "docs").glob("*.md")) - {DEVELOPERS_PAGE})]
+MOST_WORDS = 30
+FORBIDDEN = re.compile(
+    r"\b(anew|area(?! under)|beside|but for|for ever|go on|goes on|going on|mean height|nobody|one's own|says so|"
+    r"sentences?|so long|so many|so often|went on)\b",
+    re.IGNORECASE,
+)
+NEGATION = re.compile(r"\b(cannot|neither|never|no|nobody|none|not|nothing|unless|without|\w+n't)\b", re.IGNORECASE)
+
+
+def units(page: str) -> Iterator[str]:
+    """Yield each paragraph, list item and cell of a table, without code, pictures and targets of links."""
+    text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    text = re.sub(r"^ {4,}(?! *[-*] ).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "X", re.sub(r"\]\([^)]*\)", "]", text))
+    for block in re.split(r"\n\s*\n|\n(?=\||#|\s*(?:[-*]|\d+\.) )", text):
+        yield from (" ".join(part.split()) for part in (block.strip("|").split("|") if "|" in block else [block]))
+
+
+def faults_of_page(page: str) -> list[str]:
+    """Name each sentence that is too long or negates twice, and each forbidden word."""
+    found = []
+    for unit in units(page):
+        found += [f"'{word[0]}' in: {unit[:80]}" for word in FORBIDDEN.finditer(unit)]
+        for sentence in re.split(r"(?<=[.?!:])[*_)\]]*\s+(?=[^a-z])|(?<=[.?!])\s", unit):
+            words = re.findall(r"[\w'%.,/-]*\w[\w'%.,/-]*", sentence)
+            if len(words) > MOST_WORDS:
+                found.append(f"{len(words)} words: {sentence}")
+            if len(NEGATION.findall(sentence)) > 1:
+                found.append(f"more than one negation: {sentence}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_are_written_in_short_plain_sentences(page: Path) -> None:
+    found = faults_of_page(page.read_text())
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("It goes on.", "'goes on' in"),
+        ("All but\nfor one.", "'but for' in"),
+        ("| a | No rank waits for none. |", "more than one negation"),
+        ("word " * 31 + ".", "31 words"),
+    ],
+)
+def test_faults_of_pages_are_found(text: str, fault: str) -> None:
+    (found,) = faults_of_page(text)
+    assert found.startswith(fault)
+
+
+def test_code_and_short_plain_sentences_of_pages_pass() -> None:
+    text = "word " * 30 + ". No rank waits. It is `not` nothing.\n\n    not never none\n\n```\nno no\n```\n"
+    assert not faults_of_page(text)

@@ -1,5 +1,5 @@
 """What PALA offers from Python: fit, policies that act, callbacks that stop, networks and wrappers; the examples and
-the blocks of docs/python.md as written, but for fewer steps."""
+the blocks of docs/python.md and of its neighbours as written, but for fewer steps."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ from pala.run.agent import make_generator
 from pala.run.hooks import NO_CALLBACKS, Callbacks, Moment, UserCode, asks_to_stop
 from pala.run.metrics import read_run
 from pala.system.errors import CollectiveError, PalaError
+from pala.system.interrupt import note_on_thread
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
 from support.environments import Deadly, Locked, Sparkle, Told
@@ -1184,6 +1185,16 @@ def test_fit_tells_settings_that_nothing_reads(
     assert len(said) == 1 and said[0].startswith("'env.noop_max', 'gorila.num_shards': set, but nothing reads them")
 
 
+def test_fit_in_a_thread_says_that_it_hears_no_signals(
+    one_rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A SIGTERM ended it without a checkpoint and without a word."""
+    one_rank(lambda: pala.fit(configure(tmp_path, steps=40)))  # a rank of tests is a thread
+    assert capsys.readouterr().err.count("runs in a thread, which hears no signals") == 1
+    note_on_thread()
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("has_started_mpi", [False, True])
 def test_a_run_by_fit_says_what_made_it(
     has_started_mpi: bool, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1206,26 +1217,33 @@ def test_a_run_by_fit_says_what_made_it(
 
 
 @pytest.mark.slow
-def test_the_page_as_written(one_rank: Any, tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 11
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "num_runs"), [("python", 6, 4), ("own_network", 3, 1), ("coming_from", 2, 2)]
+)
+def test_the_page_as_written(name: str, num_blocks: int, num_runs: int, one_rank: Any, tmp_path: Path) -> None:
+    page = PAGE.with_name(f"{name}.md")
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    if name == "coming_from":  # the others are of other libraries
+        blocks = [block for block in blocks if block.startswith("# PALA")]
+    assert len(blocks) == num_blocks
     names: dict[str, Any] = {"__name__": "page"}
 
     def script() -> None:
         for block in blocks:
-            exec(compile(block, str(PAGE), "exec"), names)
+            exec(compile(block, str(page), "exec"), names)
 
     one_rank(script)
-    assert len(list((tmp_path / "runs").iterdir())) == 5
+    assert len(list((tmp_path / "runs").iterdir())) == num_runs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own_environment", "own_network", "hyperparameter_search", "load_and_act"])
+@pytest.mark.parametrize("name", ["own_environment", "own_network", "hyperparameter_search", "load_and_act", "t_maze"])
 def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     arguments, says = {
         "own_environment": ([], "mean return"), "own_network": ([], "steps; "),
         "hyperparameter_search": (["--trials", "2"], "best: "),
         "load_and_act": ([str(tmp_path / "run")], "mean return"),
+        "t_maze": (["gru", "2000"], "memory gru: mean return"),
     }[name]  # fmt: skip
     if name == "hyperparameter_search":
         pytest.importorskip("optuna", reason="the extra `examples` is not installed")
@@ -1237,6 +1255,6 @@ def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pyt
 
 
 def test_every_example_is_tried() -> None:
-    tried = {"own_environment", "own_network", "hyperparameter_search", "load_and_act"}
+    tried = {"own_environment", "own_network", "hyperparameter_search", "load_and_act", "t_maze"}
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert {name for name in names if not name.startswith("gossip_")} == tried  # those of gossip: test_examples

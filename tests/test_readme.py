@@ -110,12 +110,16 @@ def test_train_with_options(any_mpi: Launcher, tmp_path: Path) -> None:
 
 def test_the_commands_of_the_tables_of_cases_train_what_they_say() -> None:
     cases = [
-        *re.findall(r"^\| are on one host[^|]*\| `(./launch/train.sh [^`]*)`", EXCHANGES.read_text(), re.MULTILINE),
-        *re.findall(r"^\| (?:are|may) [^|]*\| `(./launch/train.sh [^`]*)`", README.read_text(), re.MULTILINE),
+        command
+        for page in (EXCHANGES, README)
+        for command in re.findall(
+            r"^\| (?:are|may) [^|]*\| `((?:\./launch/train\.sh|pala train) [^`]*)`", page.read_text(), re.MULTILINE
+        )
     ]
-    assert len(cases) == 4
-    kinds = [parse(read_options(shlex.split(line)[1:])[1]).config.exchange.kind for line in cases]
-    assert kinds == ["allreduce", "allreduce", "gossip", "gossip"]
+    assert len(cases) == 8
+    given = [command.removeprefix("pala train").removeprefix("./launch/train.sh") for command in cases]
+    kinds = [parse(read_options(shlex.split(options))[1]).config.exchange.kind for options in given]
+    assert kinds == ["allreduce", *["gossip"] * 4, "allreduce", "gossip", "gossip"]
 
 
 def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
@@ -123,9 +127,9 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     made = tmp_path / "pong"
 
     def as_written(command: str) -> str:
-        return command.replace("RUN", str(made)).replace("-np 2", "-np 1")
+        return command.replace("RUN", str(made)).replace("pala train -n 2", "python -m pala train -n 1")
 
-    train, resume = commands(RUNNING, "mpirun -np 2 python -m pala.train")
+    train, resume = commands(RUNNING, "pala train -n 2")
     run(f"{as_written(train)} {FEW} --evaluation.episodes 0 --run.dir {tmp_path} --run.name {made.name}", any_mpi)
     run(f"{as_written(resume)} {FEW.replace('400', '800')} --evaluation.episodes 0", any_mpi)
     assert len(record_of(made)["segments"]) == 2
@@ -133,7 +137,7 @@ def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
 
 def test_gorilas_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train twice, and make the table of the games."""
-    gorila, fast, *_ = (line for line in commands(GORILA, "./launch/train.sh") if "gorila" in line)
+    fast, gorila, *_ = (line.replace("pala ", "python -m pala ", 1) for line in commands(GORILA, "pala train"))
     fast, gorila = fast.replace("-n 2", "-n 1"), gorila.replace("-n 4", "-n 2")
     for command, folder, episodes in ((fast, "fast", 0), (gorila, "games", 2)):
         few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes {episodes} --run.dir {tmp_path / folder}"

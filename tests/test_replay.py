@@ -42,9 +42,10 @@ class History:
         made = told(Batch(self.observations, actions, step.rewards, after, step.terminated))
         over = {episode.env_index for episode in step.episodes}
         for env, (rows, row, cut) in enumerate(zip(self.played, made, step.truncated, strict=True)):
-            told_row = row if np.isfinite(step.rewards[env]) and not self.missing[env] else ()
+            is_transition = np.isfinite(step.rewards[env]) and not step.failed[env]
+            told_row = row if is_transition and not self.missing[env] else ()
             rows.extend([told_row, ()] if cut else [told_row])
-            self.missing[env] = 0 if env in over else max(0, self.missing[env] - 1)
+            self.missing[env] = 0 if env in over or step.failed[env] else max(0, self.missing[env] - 1)
         self.observations = step.observations.copy()
         self.replay.add(experience_of(actions, step, self.frame_stack))
 
@@ -91,13 +92,13 @@ def test_stacks_may_be_longer_than_a_byte_counts(frame_stack):
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_what_is_drawn_was_played(data):
-    """Any ends, life losses, new starts, lost steps and rewards that are not finite, checked on the way: also while the
-    oldest is overwritten."""
+    """Any ends, life losses, failures, new starts, lost steps and rewards that are not finite, checked on the way: also
+    while the oldest is overwritten."""
     num_envs, kind = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([FRAMES, VECTORS]))
     frame_stack = data.draw(st.integers(1, 4)) if kind is FRAMES else 1
     game, history = planted(num_envs, data.draw(st.integers(1, 9)), frame_stack, kind)
     rng = np.random.default_rng(0)
-    end = st.sampled_from(["on", "on", "on", "life", "over", "limit"])
+    end = st.sampled_from(["on", "on", "on", "life", "over", "limit", "fail"])
     moves = st.lists(end, min_size=num_envs, max_size=num_envs) | st.sampled_from(["reset", "check", "lose", "NaN"])
     for move in data.draw(st.lists(moves, max_size=40)):
         if move == "reset":

@@ -225,11 +225,12 @@ def test_srun_starts_mpichs_ranks(slurm: Slurm, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_task_says_that_srun_and_mpi_disagree(any_mpi: Launcher, rank: int, tmp_path: Path) -> None:
-    """Without Slurm: with what a task of srun finds in its environment."""
+    """Without Slurm: with what a task of srun finds in its environment, and above it."""
     task = {"SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2"}
-    job = any_mpi.start_command(
-        [str(any_mpi.folder / "python"), "-m", "pala.train", *CARTPOLE], cwd=tmp_path, env=task
-    ).wait()
+    (tmp_path / "slurmstepd").write_text('#!/bin/sh\n"$@"\nexit $?\n')
+    (tmp_path / "slurmstepd").chmod(0o755)
+    train = [str(any_mpi.folder / "python"), "-m", "pala.train", *CARTPOLE]
+    job = any_mpi.start_command([str(tmp_path / "slurmstepd"), *train], cwd=tmp_path, env=task).wait()
     assert job.status == 2 and job.output.count("srun started 2 tasks") == 1 - rank, job.output
     assert "Traceback" not in job.output
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,40 @@ def test_after_a_signal_the_status_is_0_only_if_the_run_is_complete(
 
     assert Scripted(["--run.name", "r"], [told_to_end]).supervise() == (0 if trained else 128 + number)
     assert f"after {number.name}; the run is {'' if trained else 'not '}complete" in capsys.readouterr().err
+
+
+def test_a_run_whose_folder_is_deleted_was_trained(
+    there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that nothing was."""
+    monkeypatch.setattr(jobs, "LOOK_S", 0.05)
+
+    def deleted(of: Scripted) -> int:
+        attempt(100, 1)(of)
+        with job_of("sleep", "0.4") as job:
+            of._end_if_it_does_not_end(job, EndWatch(of.run, 0))
+        shutil.rmtree(of.run)
+        return 1
+
+    assert Scripted(["--run.name", "r", "--restarts", "0"], [deleted]).supervise() == 1
+    said = capsys.readouterr().err
+    assert "put its folder back, which was deleted while it trained" in said and "nothing was trained" not in said
+
+
+@pytest.mark.parametrize(("told", "status"), [("SIGUSR2", 140), ("SIGTERM", 1)])
+def test_a_job_whose_ranks_were_all_told_to_leave_is_not_restarted(
+    there: Path, capsys: pytest.CaptureFixture[str], told: str, status: int
+) -> None:
+    """Its machine is wanted back; a scheduler's signal that ranks alone have heard means no such thing."""
+
+    def left(of: Scripted) -> int:
+        attempt(100 * (1 + run_folder.num_segments(of.run)), 0)(of)
+        run_folder.RunRecord.take_over(of.run).end("stopped", signal=told)
+        return 140
+
+    supervisor = Scripted(["--run.name", "r", "--restarts", "2"], [left])
+    assert supervisor.supervise() == status and len(supervisor.told) == (1 if told == "SIGUSR2" else 3)
+    assert ("all ranks were told to leave (SIGUSR2)" in capsys.readouterr().err) == (told == "SIGUSR2")
 
 
 @pytest.mark.parametrize(
@@ -406,6 +441,18 @@ def test_a_job_that_outlived_its_supervisor_is_not_doubled(
     said = capsys.readouterr().err
     assert f"waits for the ranks of a job that still train in 'runs/r' (process {os.getpid()} on " in said
     assert supervisor.supervise() == 0
+
+
+def test_whom_a_long_start_waits_for_is_said(
+    there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_SAY_WHO_S", 0.1)
+    monkeypatch.setattr(supervise, "_ARRIVAL_S", 0.05)
+    arrivals = Arrivals(3)
+    arrivals.read(b"pala-announcement: begun 0\npala-announcement: begun 2\n")
+    with job_of("sleep", "0.4") as job:
+        Scripted(["--run.name", "r"], [])._end_if_it_does_not_start(job, arrivals, 0)
+    assert "the job still starts: so far rank 1 did not begin." in capsys.readouterr().err
 
 
 def test_ranks_that_do_not_come_up_are_named() -> None:
@@ -742,6 +789,7 @@ def test_a_signal_between_the_jobs_end_and_the_look_at_its_record_does_not_lose_
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
+        ("me@a:2,b:1", [("me@a", 2), ("b", 1)]), ("\ufeffa:2", [("a", 2)]), ("me@n slots=2\n", [("me@n", 2)]),
         ("a:2,b:1", [("a", 2), ("b", 1)]), ("10.0.0.1", [("10.0.0.1", 1)]), ("a,b,a", [("a", 2), ("b", 1)]),
         ("# of mine\nn-1 slots=4 max_slots=8\n\nn-2:3 # fast\nn_3\n", [("n-1", 4), ("n-2", 3), ("n_3", 1)]),
     ],
@@ -750,7 +798,7 @@ def test_hosts_are_read_from_the_line_or_a_file(text: str, hosts: list[tuple[str
     file = tmp_path / "hosts"
     file.write_text(text.replace(",", "\n"))
     assert read_hosts(None, file) == [Host(*host) for host in hosts]
-    if "\n" not in text:
+    if "\n" not in text and not text.startswith("\ufeff"):
         assert read_hosts(text, None) == [Host(*host) for host in hosts]
 
 
@@ -761,6 +809,8 @@ def test_hosts_are_read_from_the_line_or_a_file(text: str, hosts: list[tuple[str
         (["--host", "a:2,b", "-n", "3", "--spares", "1"], "'-n 3' and 1 spare is more than the hosts take, 3"),
         (["--spares", "1", "--exchange.kind", "allreduce"], "no rank can take another's place"),
         (["--host", "a:1", "--spares", "1"], "'--spares' is 1, but the hosts take 1 ranks in all"),
+        (["--host", "::1"], "'::1' is an IPv6 address, which mpirun does not take"),
+        (["--host", "[fe80::1]:4"], "is an IPv6 address"), (["--host", "@a"], "'@a' is no host"),
         (["--host", "a b"], "'a b' is no host"), (["--host", ""], "there is no host"),
         (["--host", "a:0"], "that takes no rank"), (["--hostfile", "nowhere"], "Host file 'nowhere' cannot be read"),
         (["--host", "a", "--hostfile", "b"], "not both"), (["missing.toml"], "Preset 'missing.toml' does not exist"),

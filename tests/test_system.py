@@ -30,6 +30,7 @@ from pala.system.launcher import Launch
 from pala.system.output import log, print_result
 from pala.system.resources import most_cores, share_of_cores, usable_cores
 from pala.system.seeding import derive, stream
+from support import REPOSITORY
 
 
 @pytest.fixture
@@ -323,6 +324,38 @@ def test_prepare_sizes_thread_pools_before_they_load_and_initialises_nothing():
         cwd=Path(__file__).parent.parent,
     )  # fmt: skip
     assert done.stdout == "None 3 7 []\n"
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "program", [["-m", "pala", "evaluate", "/nonexistent"], [str(REPOSITORY / "launch/supervise.py"), "--host", "?"]]
+)
+def test_a_mistake_has_its_status_though_nobody_can_hear_of_it(program: list[str], closed: str, tmp_path: Path) -> None:
+    """Without standard error `sys.stderr` is None, and the next file that is opened gets its number."""
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, *program]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+    assert done.returncode == 2
+
+
+def test_streams_that_are_closed_are_opened_to_nowhere(tmp_path: Path) -> None:
+    """Each under its own number, which children inherit."""
+    code = """
+from pala.system.output import log, open_closed_streams
+import os, subprocess, sys
+open_closed_streams()
+log("nobody hears this")
+same = [os.path.samefile(f"/proc/self/fd/{number}", "/dev/null") for number in range(3)]
+child = subprocess.run(["sh", "-c", "echo said >&2"]).returncode
+file = open("file", "w")
+file.write(f"{same} {child} {file.fileno()} {sys.stdin.read()}.")
+"""
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- 2>&-', "sh", sys.executable, "-c", code],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "[True, True, True] 0 3 ."
 
 
 def test_what_is_said_is_one_line(capsys):

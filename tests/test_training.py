@@ -51,7 +51,7 @@ def test_complete_uniform_lockstep_keeps_models_close(standing: StandingRanks, t
     """Under MPI models then stay close; that the average is exact is tested in test_protocol, without float noise."""
     done = standing.train(
         3, *CARTPOLE, "--total-steps", "3000", "--run.name", "r", "--exchange.topology", "complete",
-        "--exchange.max-staleness", "0", "--exchange.patience-s", "300", cwd=tmp_path,
+        "--exchange.mixing", "uniform", "--exchange.max-staleness", "0", "--exchange.patience-s", "300", cwd=tmp_path,
     )  # fmt: skip
     assert done.status == 0, done.output
     distances = [record["consensus_distance_relative"] for record in all_intervals(tmp_path / "runs/r")]

@@ -21,6 +21,7 @@ from pala.a2c.update import Loss, Rollout, UpdateResult
 from pala.envs.vector import Step
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import Stop
+from pala.networks.distributions import masked
 from pala.run.loop import Loop, Means
 from pala.run.metrics import Record
 from pala.system.errors import EndError, PalaError
@@ -41,7 +42,7 @@ class Learner(Loop):
     def __init__(self, agent: A2CAgent, exchange: ModelExchange, interrupt: Interrupt) -> None:
         super().__init__(agent, exchange, interrupt)
         self._config, self._rank = agent.config, agent.rank
-        self._envs, self._a2c = agent.envs, agent.a2c
+        self._a2c = agent.a2c
         self._tape, self._flat = agent.a2c.tape, agent.a2c.flat
         self._normalization = agent.a2c.normalization
         self._means, self._logged = Means(), self.began_with  # of the interval; what was done before it
@@ -52,9 +53,18 @@ class Learner(Loop):
         self._ends_alone = not (config.exchange_kind.averages_gradients or config.exchange.has_groups)
 
     def reset(self, env_seeds: np.ndarray) -> None:
-        self.observations = self._to_device(self._envs.reset(env_seeds))
+        self._look(self._envs.reset(env_seeds))
+        self._tape.forget()
+        if self._masks is not None and self._rank == 0:
+            log("Action masks: the environment says which actions it allows, and no other is taken.")
         if self._normalization is not None:
             self._normalization.reset()
+
+    def _look(self, observations: np.ndarray) -> None:
+        """Take what the environments show before their next step."""
+        masks = self._envs.action_masks
+        self.observations = self._to_device(observations)
+        self._masks = None if masks is None else self._to_device(masks)
 
     def _advance(self) -> None:
         """Play a rollout and make an update."""
@@ -121,7 +131,8 @@ class Learner(Loop):
                 if self._normalization is not None:
                     self._normalization.observe(self.observations)
                 policy_output, value = self._tape.forward(self.observations)
-                actions = distribution.sample(policy_output, self._generator)
+                policy_output = masked(policy_output, self._masks)
+                actions = distribution.sample(policy_output, self._generator, masks=self._masks)
                 env_actions = distribution.to_env(actions).cpu().numpy()
             with self._watch.section("environment"):
                 step = self._envs.step(env_actions)
@@ -129,9 +140,12 @@ class Learner(Loop):
                 rollout.policy_outputs.append(policy_output)
                 rollout.values.append(value.squeeze(-1))
                 rollout.actions.append(actions)
-                rollout.ended.append(self._to_device((step.terminated | step.truncated).astype(np.float32)))
-                rollout.rewards.append(self._rewards(step, rollout.ended[-1]))
-                self.observations = self._to_device(step.observations)
+                ended = step.terminated | step.truncated | step.failed
+                rollout.ended.append(self._to_device(ended.astype(np.float32)))
+                rollout.rewards.append(self._rewards(step, rollout.ended[-1], rollout.values[-1]))
+                self._look(step.observations)
+                if self._tape.remembers and (began := step.began).any():
+                    self._tape.forget(self._to_device(began))
             for episode in step.episodes:
                 self._records.append(self._stamp("episode", (t + 1) * self._envs.num_envs) | episode.record())
             with self._watch.section("exchange"):
@@ -141,20 +155,28 @@ class Learner(Loop):
         with self._watch.section("inference"):
             return rollout, self._value(self.observations)
 
-    def _rewards(self, step: Step, ended_B: Tensor) -> Tensor:
+    def _rewards(self, step: Step, ended_B: Tensor, values_B: Tensor) -> Tensor:
         """Return the rewards [B]; where a time limit cut the episode, add the discounted value of what would have
-        followed."""
+        followed.
+
+        Where an environment failed, return V of the observation before: the step then has an advantage of exactly 0,
+        moves nothing but the entropy, and what came before it is bootstrapped by that V.
+        """
         rewards_B = self._to_device(step.rewards)
         if self._normalization is not None:
             rewards_B = self._normalization.rewards(rewards_B, ended_B)
         if step.truncated.any():
-            value = self._value(self._to_device(step.final_observations))
-            rewards_B[self._to_device(step.truncated)] += self._config.a2c.gamma * value
+            truncated_B = self._to_device(step.truncated)
+            value = self._value(self._to_device(step.final_observations), truncated_B)
+            rewards_B[truncated_B] += self._config.a2c.gamma * value
+        if step.failed.any():
+            failed_B = self._to_device(step.failed)
+            rewards_B[failed_B] = values_B[failed_B].to(rewards_B.dtype)
         return rewards_B
 
-    def _value(self, observations: Tensor) -> Tensor:
-        """Return V of any number of observations, for bootstrapping."""
-        _, value = self._tape.peek(observations)
+    def _value(self, observations: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Return V of observations of all environments, or of some `rows`, bool [B], for bootstrapping."""
+        _, value = self._tape.peek(observations, rows)
         return value.squeeze(-1)
 
     def _share(self, result: UpdateResult) -> None:

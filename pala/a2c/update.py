@@ -26,7 +26,7 @@ _NORM_HORIZON = 100  # updates
 class Rollout:
     """T steps of B environments."""
 
-    policy_outputs: list[Tensor] = field(default_factory=list)  # T x [B, A]
+    policy_outputs: list[Tensor] = field(default_factory=list)  # T x [B, A]; -inf: an action that is not allowed
     values: list[Tensor] = field(default_factory=list)  # T x [B]
     actions: list[Tensor] = field(default_factory=list)  # T x [B, ...]
     rewards: list[Tensor] = field(default_factory=list)  # T x [B]; a time limit's bootstrap is already added

@@ -120,6 +120,11 @@ class Transport(abc.ABC):
     def poll(self) -> None:  # noqa: B027  a simulated network has nothing to poll
         """Send and receive what can move now, without waiting. The learner's thread, without any lock held."""
 
+    def poll_soon(self) -> None:
+        """Let the transport's own thread do as `poll` soon, while the learner's continues. The learner's thread,
+        without any lock held."""
+        self.poll()
+
     def has_sent(self) -> bool:
         """Return True if everything that was to be sent has left. Any thread."""
         return True

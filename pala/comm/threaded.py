@@ -53,6 +53,9 @@ class ThreadedTransport(Transport):
             finally:
                 self._polling.release()
 
+    def poll_soon(self) -> None:
+        self._wake.set()
+
     def send(self, peer: int, packet: Packet, bulk: bool = False) -> None:
         """Put the packet into an outbox; the next poll sends it."""
         with self._counting:

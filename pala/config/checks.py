@@ -78,6 +78,11 @@ def _check_replay(config: Config, source: str) -> None:
             f"({least}) and 'gorila.update_period_steps' ({period}), so nothing would be learned; raise the one or "
             "lower the others."
         )
+    if config.network.memory != "none":
+        raise PalaError(
+            f"{source}: 'network.memory' is {config.network.memory!r}, but 'algorithm' is 'gorila', whose replay holds "
+            "steps without what came before; leave it out, or set 'algorithm' to 'a2c'."
+        )
     for key in ("normalize_observations", "normalize_rewards"):
         if getattr(config.env, key):
             raise PalaError(

@@ -40,6 +40,9 @@ class EnvConfig:
     """Other than Atari: step the environments in this process, or each in a (spawned) process of its own. With `async`
     a script calls `pala.fit` or `pala.evaluate_policy` below `if __name__ == "__main__":`, because each process
     imports the script."""
+    restarts: int = setting(3, between=(0, 1e6), decides="nothing", changes="nothing")
+    """Failures of one environment in a row, without a whole episode in between, after which it is made anew; the next
+    one ends the rank (docs/environments.md)."""
     clip_rewards: Literal["auto", "sign", "none"] = setting("auto", changes="view")
     """Rewards that the learner sees: the sign of each [DQN] or the reward itself. `auto`: sign for Atari, none for
     others. Reported returns are never clipped."""
@@ -48,7 +51,7 @@ class EnvConfig:
     normalize_rewards: bool = False
     """Show the learner rewards over the running deviation of the discounted return. A2C only."""
     image_layout: Literal["auto", "channels_first", "channels_last"] = setting("auto", games="others")
-    """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/environments.md)."""
+    """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/spaces.md)."""
     terminal_on_life_loss: bool = setting(True, games="atari", changes="view")
     """Atari: a lost life ends the return in training, though the game continues [GALA]. Reports count whole games."""
     frame_skip: int = setting(4, between=(1, 1000), games="atari")
@@ -85,7 +88,7 @@ Precision = Literal["float32", "bfloat16", "auto"]
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The network of either algorithm. Images get convolutions, vectors an MLP (docs/environments.md)."""
+    """The network of either algorithm. Images get convolutions, vectors an MLP (docs/spaces.md)."""
 
     conv_channels: tuple[int, int, int] = setting((32, 64, 32), between=(1, 1e6), own_network=False)
     """Channels of the three convolutions, 8x8/4, 4x4/2, 3x3/1 [GALA: 32, 64, 32; DQN: 32, 64, 64]; of images under
@@ -94,6 +97,9 @@ class NetworkConfig:
     """Units of the linear layer behind the convolutions [GALA, DQN: 512]."""
     mlp_hidden: tuple[int, ...] = setting((64, 64), between=(1, 1e6), games="others", own_network=False)
     """Units of each hidden layer (tanh) for vector observations; A2C: policy and value apart. Ours."""
+    memory: Literal["none", "lstm", "gru"] = setting("none", own_network=False)
+    """A memory of 256 units behind each trunk: an LSTM [A3C], or a GRU (docs/masks_and_memory.md). Autograd makes its
+    passes, back to the first step of a rollout (`a2c.rollout_steps`). A2C only."""
     precision: Precision = "auto"
     """Precision of activations and of the weights they meet, in training; heads, parameters, optimiser and evaluation
     are float32. bfloat16 is faster where the processor or GPU has its instructions, and several times slower elsewhere:
@@ -104,8 +110,8 @@ class NetworkConfig:
     0), as CUDA graphs on a GPU; `autograd` leaves all to torch. Equal up to rounding."""
     custom: str = ""
     """A network of your own in place of these: `module:Name` or `module:Name(width=256)` with plain values, a class or
-    function `(observation_space, num_outputs)` -> torch module with `trunk` and `heads` (docs/python.md). The widths
-    above and `passes` are then not read. Ours."""
+    function `(observation_space, num_outputs)` -> torch module with `trunk` and `heads` (docs/own_network.md). The
+    widths above and `passes` are then not read. Ours."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +180,8 @@ class ExchangeConfig:
     `auto`: random; with `shared_memory`, ring [GALA]."""
     mixing: MixingName = setting("paired", kinds=("gossip",))
     """`paired`: two ranks move towards each other by the same amount, so that no rank's learning is taken back, however
-    old the models are (docs/architecture.md). `uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA]. `push_sum`:
-    weighted so that skipped messages do not bias the mean (arXiv 1811.10792)."""
+    old the models are (docs/how_gossip_works.md). `uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA].
+    `push_sum`: weighted so that skipped messages do not bias the mean (arXiv 1811.10792)."""
     exchanges_per_update: int = setting(1, between=(1, 1000), kinds=("gossip",))
     """`paired`: how many offers a rank may make in an update, one after the other. With more than 1 ranks exchange
     between two environment steps as well, and move at the end of the update. Ours (results/mixing/)."""

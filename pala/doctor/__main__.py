@@ -32,8 +32,8 @@ from pala.run.provenance import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_json
-from pala.system.launcher import Launch, can_survive, die_with_launcher
-from pala.system.output import log, print_result
+from pala.system.launcher import Launch, can_survive, die_with_launcher, left_over, speaks
+from pala.system.output import log, open_closed_streams, print_result
 from pala.system.resources import prepare
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Command:
 
 def main() -> None:
     """Run `python -m pala.doctor` on a rank."""
+    open_closed_streams()
     try:
         _advise()
     except KeyboardInterrupt:
@@ -72,7 +73,7 @@ def _advise() -> None:
     try:
         command = read_command(_PROGRAM, sys.argv[1:], Command())
     except PalaError as error:
-        _leave_to_first(launcher.rank)
+        _leave_to_first()
         log(f"pala: error: {error}")
         sys.exit(2)
     known = provenance() if launcher.rank == 0 else {}
@@ -80,7 +81,7 @@ def _advise() -> None:
         job = _alone(launcher, command, watchdog)
         comm, job = _started(job, watchdog)
         if comm is None:
-            _leave_to_first(launcher.rank)
+            _leave_to_first()
             sys.exit(_conclude(job, command, known))
         try:
             job = _together(comm, job, watchdog)
@@ -92,9 +93,9 @@ def _advise() -> None:
     leave(status)
 
 
-def _leave_to_first(rank: int) -> None:
+def _leave_to_first() -> None:
     """End all processes except the first, which alone speaks; their status must not make mpirun kill it."""
-    if rank > 0:
+    if not speaks():
         sys.exit(0)
 
 
@@ -138,6 +139,8 @@ def _started(job: Job, watchdog: Watchdog) -> tuple[MpiCommunicator | None, Job]
         comm = start_mpi()
     except PalaError as error:
         fault = str(error)
+    if fault and left_over():
+        return None, replace(job, mpi_fault=fault)
     if job.library.name and _is_alone(job.launcher.processes):
         return None, replace(job, alone=True)
     return comm, replace(job, mpi_fault=fault)

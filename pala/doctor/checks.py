@@ -14,8 +14,8 @@ from pala.doctor.ping import MODEL_BYTES
 from pala.system.jobs import why_refused
 from pala.system.text import counted
 
-_RANK_MEMORY_BYTES = 361 << 20  # a rank of Atari at its peak: 350 to 395 MiB were measured (docs/benchmark.md)
-_RANK_MEMORY_WITH_GPU_BYTES = 1_900_000_000  # on an H200's host (docs/clusters.md)
+_RANK_MEMORY_BYTES = 361 << 20  # a rank of Atari at its peak: 350 to 395 MiB were measured (docs/hosts.md)
+_RANK_MEMORY_WITH_GPU_BYTES = 1_900_000_000  # on an H200's host (docs/hosts.md)
 _OPEN_MPI_SHM_BYTES = 16 << 20  # that Open MPI 5.0.11 wants to be free; else it does without shared memory
 _MPICH_SHM_BYTES = 6 << 20  # a rank of MPICH 5.0.2 took 5.1 MiB; a rank that gets less is killed by a signal
 _HOST = "{host}"  # in an advice's text: the hosts that it is for

@@ -8,7 +8,7 @@
 | other Boxes of at most two dimensions | its numbers one behind the other |
 | Discrete, MultiDiscrete, MultiBinary, Dict, Tuple | Gymnasium's own flattening: one-hot vectors and numbers, joined |
 
-docs/environments.md is this table for users, and names what is refused. An image keeps its bytes; the network scales it
+docs/spaces.md is this table for users, and names what is refused. An image keeps its bytes; the network scales it
 by the bounds of the space (`image_scale`).
 """
 

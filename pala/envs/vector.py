@@ -8,6 +8,9 @@ Three ends are told apart:
 - `terminated`: the return ends here and is not bootstrapped (a game over, or a lost life if so configured);
 - `truncated`: a time limit; the value of the last observation stands for the rest of the return;
 - an *episode* ends with the whole game; only then are its unclipped return and length reported.
+
+A step in which an environment failed (`failures.py`) is the exception: it is no transition, ends nothing, and its
+episode is not reported.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -27,7 +30,9 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.envs.spaces import Inputs, Layout, inputs_of
+from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
+from pala.envs.masks import KEY, MaskReader
+from pala.envs.spaces import Inputs, inputs_of
 from pala.envs.wrappers import wrapped
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.interrupt import take_back_signals
@@ -62,11 +67,26 @@ class Step(NamedTuple):
     truncated: np.ndarray  # [B] bool, never together with terminated
     final_observations: np.ndarray  # [truncated.sum(), *obs] last observations of the truncated ones
     episodes: list[Episode]
+    failed: np.ndarray  # [B] bool: no transition; `observations` has the first of a new environment's episode
+
+    @property
+    def began(self) -> np.ndarray:
+        """Environments that show the first observation of an episode, [B] bool. A lost life begins none."""
+        began = self.failed.copy()
+        began[[episode.env_index for episode in self.episodes]] = True
+        return began
 
 
 class Envs:
     """`num_envs` environments behind one `reset` and one `step`. As a context manager: closed at the end of the block,
     or abandoned."""
+
+    action_masks: np.ndarray | None = None
+    """Masks of the actions that each environment allows next, bool [B, A] (`masks.py`); None: it gives none."""
+    num_failures = 0
+    """Failures of environments so far."""
+    sender = ""
+    """Beginning of messages about failures, such as `[rank 1] `."""
 
     def __init__(
         self,
@@ -89,19 +109,34 @@ class Envs:
         self.inputs = inputs or Inputs(self.observation_space, self.observation_space)
         self._returns = np.zeros(self.num_envs, np.float64)
         self._lengths = np.zeros(self.num_envs, np.int64)
+        self._none_failed = np.zeros(self.num_envs, np.bool_)
+        self._trace_shown = False
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """Begin episodes, and return the first observations [B, *obs]; `seeds` int32 [B], one an environment."""
-        observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
+        try:
+            observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
+        except FailedTooOftenError as error:
+            raise self._last(error) from None
+        if FAILURES in info:
+            self._count_failures(info)
         take_back_signals()
         self._returns[:] = 0
         self._lengths[:] = 0
+        self.action_masks = self._masks_of(info, KEY in info)
         self._begin(info)
         return observations
 
     def step(self, actions: np.ndarray) -> Step:
         """Step all environments; `actions` [B, ...] as the action space has them."""
-        observations, rewards, terminated, truncated, info = self.vector_env.step(actions)
+        try:
+            observations, rewards, terminated, truncated, info = self._step(actions)
+        except FailedTooOftenError as error:
+            raise self._last(error) from None
+        self.action_masks = self._masks_of(info, self.action_masks is not None)
+        failed = self._none_failed
+        if FAILURES in info:  # where it ended, only the reset after it failed
+            failed = self._count_failures(info) & ~(terminated | truncated)
         truncated = truncated & ~terminated
         ended = self._episode_ended(terminated, truncated, info)
         self._returns += rewards
@@ -110,13 +145,14 @@ class Envs:
             Episode(float(self._returns[i]), int(self._lengths[i]), int(i), self._info_of(int(i), info))
             for i in np.flatnonzero(ended)
         ]
-        self._returns[ended] = 0
-        self._lengths[ended] = 0
-        if episodes:  # those environments were reset
+        over = ended | failed
+        self._returns[over] = 0
+        self._lengths[over] = 0
+        if episodes or failed is not self._none_failed:  # those environments were reset
             take_back_signals()
         rewards = np.sign(rewards) if self._clip else rewards
         final = self._final_observations(truncated, info)
-        return Step(observations, rewards.astype(np.float32), terminated, truncated, final, episodes)
+        return Step(observations, rewards.astype(np.float32), terminated, truncated, final, episodes, failed)
 
     def __enter__(self) -> Envs:
         return self
@@ -151,8 +187,51 @@ class Envs:
         else:
             self.close()
 
+    def _step(self, actions: np.ndarray) -> Any:
+        return self.vector_env.step(actions)
+
+    def _last(self, error: FailedTooOftenError) -> PalaError:
+        """Return the error of the failure that ends this rank."""
+        self._show_trace(error.trace)
+        return PalaError(f"{self.sender}{error}")
+
+    def _show_trace(self, trace: str) -> None:
+        """Show the traceback of a failure, unless one was shown before."""
+        if trace and not self._trace_shown:
+            log(trace)
+            self._trace_shown = True
+
+    def _count_failures(self, info: dict[str, Any]) -> np.ndarray:
+        """Count and report the failures in an info; return which environments had some, [B]."""
+        has_some = info[f"_{FAILURES}"]
+        for index in np.flatnonzero(has_some):
+            for failure in info[FAILURES][index]:
+                self._report(int(index), failure)
+        return np.asarray(has_some)
+
+    def _report(self, index: int, failure: Failure) -> None:
+        self.num_failures += 1
+        if self.num_failures.bit_count() > 1:  # the 1st, 2nd, 4th, 8th ... are told
+            return
+        self._show_trace(failure.trace)
+        so_far = f" {self.num_failures:,} failures were so far; the next line comes after as many more."
+        so_far *= self.num_failures > 1
+        what = f"Environment {index} ('{self.name}') has failed: {failure.text}."
+        log(f"{self.sender}{what} It is made anew; the episode that it played is left out.{so_far}")
+
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return seeds.tolist()
+
+    def _masks_of(self, info: dict[str, Any], are_expected: bool) -> np.ndarray | None:
+        """Return all environments' masks. Raises PalaError unless all give one or none does, as in the first reset."""
+        masks: np.ndarray | None = info.get(KEY)
+        if (masks is not None) != are_expected or (masks is not None and not info[f"_{KEY}"].all()):
+            what = "a mask is missing" if are_expected else "one came later"
+            raise PalaError(
+                f"The environment '{self.name}' must give an action mask after every reset and step or never, but "
+                f"{what}: the first reset decides."
+            )
+        return masks
 
     def _begin(self, info: dict[str, Any]) -> None:
         """Look at the reset's info."""
@@ -209,14 +288,37 @@ class AtariEnvs(Envs):
 
     def __init__(self, config: EnvConfig, num_threads: int) -> None:
         # `episodic_life` would reset the whole game at a lost life; this only reports it.
-        vector_env = make_atari(
-            config, num_threads, stack_num=config.frame_stack, life_loss_info=config.terminal_on_life_loss
+        self._make = partial(
+            make_atari, config, num_threads, stack_num=config.frame_stack, life_loss_info=config.terminal_on_life_loss
         )
-        super().__init__(vector_env, clip_rewards=config.clip_rewards != "none", name=config.id)
+        super().__init__(self._make(), clip_rewards=config.clip_rewards != "none", name=config.id)
+        self._restarts = config.restarts
+        self._in_a_row = self._renewals = 0
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
 
-    def _seed_argument(self, seeds: np.ndarray) -> np.ndarray:
+    def _seed_argument(self, seeds: np.ndarray) -> Any:
+        self._seeds = seeds
         return seeds
+
+    def _step(self, actions: np.ndarray) -> Any:
+        """Step the games. They live in one object: where that fails, all of them are made anew."""
+        try:
+            return self.vector_env.step(actions)
+        except Exception as error:  # ale-py's, of whatever kind
+            failure = failure_of("'step'", error)
+        self._in_a_row += 1
+        self._renewals += 1
+        if self._in_a_row > self._restarts:
+            raise FailedTooOftenError.after(failure, self._in_a_row, self.name, self._restarts)
+        self.close()
+        self.vector_env = self._make()
+        seeds = np.array([seed_after(int(seed), self._renewals) for seed in self._seeds], np.int32)
+        observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
+        self._begin(info)
+        nothing = np.zeros(self.num_envs)
+        failures = {FAILURES: np.empty(self.num_envs, object), f"_{FAILURES}": np.ones(self.num_envs, np.bool_)}
+        failures[FAILURES].fill([failure])
+        return observations, nothing, nothing != 0, nothing != 0, info | failures
 
     def _begin(self, info: dict[str, Any]) -> None:
         self._frames_before_episode = info["frame_number"] - info["episode_frame_number"]
@@ -226,29 +328,31 @@ class AtariEnvs(Envs):
         frames_before = info["frame_number"] - info["episode_frame_number"]
         ended: np.ndarray = frames_before != self._frames_before_episode
         self._frames_before_episode = frames_before
+        if self._in_a_row and ended.any():
+            self._in_a_row = 0
         return ended
 
 
 class _Outermost(gymnasium.Wrapper):
     """Wrapper of each environment for the vector environment. It lets through only the asked numbers of an episode's
-    last info: of some infos (None beside a number, arrays of unlike lengths) no arrays can be made."""
+    last info, and masks: of some infos (None beside a number, arrays of unlike lengths) no arrays can be made."""
 
-    def __init__(self, env: gymnasium.Env, episode_info: Sequence[str]) -> None:
+    def __init__(self, env: gymnasium.Env, episode_info: Sequence[str], name: str) -> None:
         super().__init__(env)
         self._episode_info = episode_info
+        self._masks = MaskReader(env, name)
 
     def reset(self, **arguments: Any) -> Any:
-        """Reset the environment, without its info. Raises PalaError where it is made for Gym before 0.26."""
-        result = self.env.reset(**arguments)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise PalaError("The environment's 'reset' must return (observation, info), as Gymnasium's do.")
-        return result[0], {}
+        """Reset the environment, without its info. Raises PalaError for a mask that cannot be."""
+        observation, info = self.env.reset(**arguments)
+        return observation, self._masks.read(info)
 
     def step(self, action: Any) -> Any:
         """Step, and keep the last observation through the reset, though the environment writes all into one array.
-        Raises PalaError if a number that is asked for is not there."""
+        Raises PalaError if a number that is asked for is not there, and for a mask that cannot be."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        told = {key: _number(key, info) for key in self._episode_info} if terminated or truncated else {}
+        has_ended = terminated or truncated  # then the mask is that of the reset
+        told = {key: _number(key, info) for key in self._episode_info} if has_ended else self._masks.read(info)
         return (np.array(observation) if truncated else observation), reward, terminated, truncated, told
 
 
@@ -263,13 +367,12 @@ def _number(key: str, info: dict[str, Any]) -> float:
 class _Factory:
     """Makes environments whose observations are what the network gets; knows what the first one is called."""
 
-    def __init__(
-        self, make_env: MakeEnv, layout: Layout, max_episode_steps: int | None, episode_info: Sequence[str]
-    ) -> None:
+    def __init__(self, make_env: MakeEnv, config: EnvConfig, max_episode_steps: int | None) -> None:
         self._make_env = make_env
-        self._layout = layout
+        self._layout = config.image_layout
         self._max_episode_steps = max_episode_steps
-        self._episode_info = episode_info
+        self._episode_info = config.episode_info
+        self._restarts = config.restarts
         self.name = ""
         self.inputs: Inputs | None = None
         self._spaces: tuple[gymnasium.Space, gymnasium.Space] | None = None
@@ -279,7 +382,14 @@ class _Factory:
         """Return what another process needs to make its own environments."""
         return self.__dict__ | {"_made": []}
 
-    def __call__(self) -> gymnasium.Env:
+    def __call__(self, in_a_row: int = 0) -> gymnasium.Env:
+        """Make an environment in whose place others are made as they fail; `in_a_row` others have failed before it."""
+        from pala.envs.renewed import Renewed  # not loaded for Atari
+
+        return Renewed(self, self._restarts, in_a_row)
+
+    def make(self) -> gymnasium.Env:
+        """Make one environment. Raises PalaError."""
         try:
             env = self._make_env()
         except (PalaError, gymnasium.error.Error):
@@ -309,16 +419,25 @@ class _Factory:
                 f"{spaces}."
             )
         self.inputs = inputs = inputs_of(env.observation_space, self._layout)
+        from pala.envs.interface import Checked
+
+        env = Checked(env, self.name)
         if not inputs.is_identity:
             env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
         limit = self._max_episode_steps
-        return _Outermost(env if limit is None else gymnasium.wrappers.TimeLimit(env, limit), self._episode_info)
+        env = env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
+        return _Outermost(env, self._episode_info, self.name)
+
+    def discard(self, env: gymnasium.Env) -> None:
+        """Close an environment that is not needed any more."""
+        self._made = [made for made in self._made if made.unwrapped is not env.unwrapped]
+        with contextlib.suppress(Exception), _told_if_it_takes_long():  # if a failure was before, that is told
+            env.close()
 
     def close(self) -> None:
         """Close what was made in this process, after a failure."""
-        for env in self._made:
-            with contextlib.suppress(Exception), _told_if_it_takes_long():  # the failure before is what is to be told
-                env.close()
+        for env in list(self._made):
+            self.discard(env)
 
 
 def make_envs(
@@ -345,10 +464,16 @@ def make_envs(
         return AtariEnvs(config, num_threads)
 
     limit = min((steps for steps in (max_episode_steps, config.max_episode_steps) if steps), default=None)
-    factory = _Factory(_single(config, make_env), config.image_layout, limit, config.episode_info)
+    factory = _Factory(_single(config, make_env), config, limit)
     with _saying_what_cannot_be_made(config, make_env):
         try:
-            vector_env = _vector_env(factory, config)
+            vector_env: gymnasium.vector.VectorEnv
+            if config.vectorization == "async":
+                from pala.envs.processes import EnvProcesses
+
+                vector_env = EnvProcesses(factory, config.num_envs, config.restarts)
+            else:
+                vector_env = _in_this_process(factory, config.num_envs)
         except BaseException:
             if config.vectorization == "sync":  # else gymnasium has closed the only one that is in this process
                 factory.close()
@@ -368,7 +493,7 @@ def as_gymnasium(config: EnvConfig, num_threads: int, make_env: MakeEnv | None =
         return gymnasium.wrappers.TimeLimit(make(), limit) if limit else make()
 
     with _saying_what_cannot_be_made(config, make_env):
-        return _vector_env(limited, replace(config, vectorization="sync"))
+        return _in_this_process(limited, config.num_envs)
 
 
 def _single(config: EnvConfig, make_env: MakeEnv | None) -> MakeEnv:
@@ -396,12 +521,8 @@ def _saying_what_cannot_be_made(config: EnvConfig, make_env: MakeEnv | None) -> 
         raise PalaError(f"{what} cannot be made: {error}{advice}") from None
 
 
-def _vector_env(factory: MakeEnv, config: EnvConfig) -> gymnasium.vector.VectorEnv:
-    if config.vectorization == "async":
-        from pala.envs.processes import EnvProcesses
-
-        return EnvProcesses(factory, config.num_envs)
-    return gymnasium.vector.SyncVectorEnv([factory] * config.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+def _in_this_process(make: MakeEnv, num_envs: int) -> gymnasium.vector.VectorEnv:
+    return gymnasium.vector.SyncVectorEnv([make] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
@@ -413,7 +534,15 @@ def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
         raise PalaError(
             f"'env.id' is '{env_id}': write `Id-v0`, `module:Id-v0` or `Id-v0(key=value)`, with plain values."
         ) from None
-    return gymnasium.make(checked_id(name), **(arguments | more))
+    try:
+        return gymnasium.make(checked_id(name), **(arguments | more))
+    except gymnasium.error.DependencyNotInstalled as error:  # which Gymnasium says of what does not load, too
+        cause = error.__cause__
+        if isinstance(cause, ImportError) and not isinstance(cause, ModuleNotFoundError):
+            raise PalaError(
+                f"'env.id' is '{env_id}', whose package is installed, but does not load: {cause}."
+            ) from None
+        raise
 
 
 def atari_rom(env_id: str) -> str:

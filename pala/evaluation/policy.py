@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,17 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Dict, Tuple
+from gymnasium.spaces import Dict, Discrete, MultiDiscrete, Tuple
 from gymnasium.vector.utils import batch_space, iterate
+from torch import Tensor, nn
 
 from pala.algorithms import ALGORITHMS
 from pala.config import Config
+from pala.envs.masks import joined
 from pala.envs.spaces import Inputs
 from pala.envs.vector import Envs, make_envs
 from pala.gorila.dqn import epsilon_greedy
+from pala.networks.distributions import masked
 from pala.networks.network import FlatParameters, Network, blank_observations
 from pala.networks.own import MakeNetwork
 from pala.run import checkpoint, run_folder, user_code
@@ -27,11 +29,48 @@ from pala.run.run_folder import BEST_POLICY, POLICY
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 from pala.system.seeding import torch_weights
+from pala.system.text import counted
 
-Actor = Callable[[np.ndarray], np.ndarray]  # observations [B, *obs] -> actions [B] or [B, A]
+
+@dataclass
+class Actor:
+    """A network that plays B environments, one step after the other, from a random stream of its own."""
+
+    network: Network
+    epsilon: float | None  # of a Q-network; None: of a policy that is sampled
+    generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
+    state: Tensor | None = None  # [B, S] of a network with memory; None: the episodes begin
+
+    def act(self, observations: np.ndarray, action_masks: np.ndarray | None, greedy: bool) -> np.ndarray:
+        """Return actions [B] or [B, K] for what the network gets, [B, *obs]. They are sampled or, if `greedy`, the most
+        probable; a Q-network's are the best, but any with probability `epsilon`, unless `greedy`. `action_masks`: the
+        allowed actions, bool [B, A]; None: all. Raises PalaError if other environments are remembered."""
+        if self.state is not None and len(self.state) != len(observations):
+            raise PalaError(
+                f"The policy remembers {counted(len(self.state), 'environment')}, but there are {len(observations)} "
+                "observations; call `policy.reset()` before it plays others."
+            )
+        distribution = self.network.distribution
+        with torch.no_grad():
+            masks = None if action_masks is None else torch.from_numpy(action_masks)
+            seen = torch.from_numpy(np.ascontiguousarray(observations))
+            (outputs, *_), self.state = self.network.advance(seen, self.state)
+            if self.epsilon is None:
+                actions = distribution.sample(masked(outputs, masks), self.generator, greedy, masks)
+            else:
+                actions = epsilon_greedy(outputs, 0.0 if greedy else self.epsilon, self.generator)
+            env_actions: np.ndarray = distribution.to_env(actions).numpy()
+            return env_actions
+
+    def forget(self, began: np.ndarray | None = None) -> None:
+        """Forget what is remembered of environments whose episodes begin, bool [B]; None: of all."""
+        if began is None:
+            self.state = None
+        elif self.state is not None:
+            self.state = self.state.masked_fill(torch.from_numpy(np.asarray(began, bool)).unsqueeze(-1), 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Policy:
     """A network with the parameters of a run, on the CPU, and how it acts."""
 
@@ -40,44 +79,75 @@ class Policy:
     action_space: gymnasium.Space
     global_steps: int  # of training, over all ranks
     source: str  # "final", "best", or of which checkpoints
-    epsilon: float | None = None  # of a Q-network; None: of a policy that is sampled
-    generator: torch.Generator = field(default_factory=torch.Generator, repr=False)  # of what `act` samples
+    actor: Actor = field(repr=False)  # that plays what `act` is given
+
+    @property
+    def epsilon(self) -> float | None:
+        """Probability of a random action, of a Q-network; None: actions are sampled from a policy."""
+        return self.actor.epsilon
 
     @property
     def observation_space(self) -> gymnasium.Space:
         """The space of one observation, as the environment gives it."""
         return self.inputs.original
 
-    def act(self, observations: Any, greedy: bool = False) -> Any:
+    def act(self, observations: Any, greedy: bool = False, action_masks: Any = None) -> Any:
         """Actions for one observation or a batch of them, as the environment takes them.
 
         `observations`: one as the environment that the run was trained on gives it, or a batch as Gymnasium's vector
         environments do: arrays with one dimension more, in a dict or tuple where the observation is one. Returns one
         action, or an array of B, [B, *action], of the action space's dtype. `greedy`: the most probable action
-        instead of a sampled one; of Gorila never a random one. Keeps no state from call to call but `generator`. Raises
-        PalaError for observations of another shape or type.
+        instead of a sampled one; of Gorila never a random one. `action_masks`: 1 where an action is allowed and 0 where
+        not, [A] or [B, A], as the environment's `info["action_mask"]` (docs/masks_and_memory.md); None: every action is
+        allowed. A policy with memory remembers what it saw until `reset`; then and without memory nothing is kept from
+        call to call but the random stream. Raises PalaError for observations or masks of another shape or type.
         """
         batch, is_single = self._batch(observations)
-        actions = self._choose(batch, greedy, self.generator)
+        masks = None if action_masks is None else self._masks(action_masks, len(batch), is_single)
+        actions = self.actor.act(batch, masks, greedy)
         return actions[0] if is_single else actions
 
     def seed(self, seed: int) -> None:
         """Seed the samples that `act` draws from now on."""
-        self.generator.manual_seed(seed)
+        self.actor.generator.manual_seed(seed)
 
-    def export(self, file: str | Path) -> None:
+    def reset(self, began: Any = None) -> None:
+        """Begin episodes: forget what was seen in environments that `began` one, bool [B]; None: in all. Policies
+        without memory have nothing to forget."""
+        self.actor.forget(began)
+
+    @property
+    def state(self) -> Tensor | None:
+        """Memory of the environments, float32 [B, S], which can be kept and set again; None: nothing is remembered."""
+        return self.actor.state
+
+    @state.setter
+    def state(self, state: Tensor | None) -> None:
+        self.actor.state = state
+
+    def export(self, file: str | Path, action_masks: bool = False) -> None:
         """Write the network as a program of torch, for use without PALA: `torch.export.load(file).module()` takes a
         batch of any size of what the network gets (`inputs.space`; `inputs.encode` makes it), and gives the heads'
         outputs: the logits of Discrete actions or the means of a Box, and the value; of Gorila the actions' values.
-        Raises PalaError."""
+        `action_masks`: the program also takes `action_masks=`, bool [B, A], and gives logits of -inf where they are
+        False. Of a policy with memory it also takes `state=`, [B, S], zeros where an episode begins, and gives the
+        state after, last. Raises PalaError."""
         two = blank_observations(self.inputs.space, 2, torch.device("cpu"))  # torch takes one for a constant
         network = copy.deepcopy(self.network)
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.data = tensor.data.clone()  # no views of the flat parameters
+        more: dict[str, Tensor] = {}
+        if self.network.state_size:
+            more["state"] = torch.zeros(2, self.network.state_size)
+        if action_masks:
+            self._check_can_be_masked()
+            more["action_masks"] = torch.ones(2, self.network.distribution.num_outputs, dtype=torch.bool)
+        module = _Program(network) if more else network
         program = io.BytesIO()
         try:
-            sizes = ({0: torch.export.Dim("batch")},)
-            torch.export.save(torch.export.export(network, (two,), dynamic_shapes=sizes), program)
+            size = {0: torch.export.Dim("batch")}
+            sizes = {"observations": size} | dict.fromkeys(more, size)
+            torch.export.save(torch.export.export(module, (two,), more, dynamic_shapes=sizes), program)
         except Exception as error:  # torch's tracing of the user's own network: anything may happen
             raise PalaError(f"The network cannot be exported ({type(error).__name__}: {error}).") from error
         try:
@@ -85,22 +155,28 @@ class Policy:
         except OSError as error:
             raise PalaError(f"'{file}' cannot be written: {reason(error)}.") from None
 
-    def actor(self, greedy: bool, seed: int) -> Actor:
-        """Return a function from observations to actions, with a random stream of its own. Actions are sampled or, if
-        `greedy`, the most probable; a Q-network's are the best, but any with probability `epsilon`, unless `greedy`."""
-        generator = torch.Generator().manual_seed(seed)
-        return lambda observations: self._choose(observations, greedy, generator)
+    def _check_can_be_masked(self) -> None:
+        if self.epsilon is not None:
+            raise PalaError("A policy of Gorila takes no action masks: it was trained without.")
+        if not isinstance(self.action_space, (Discrete, MultiDiscrete)):
+            raise PalaError(
+                f"The policy's actions are {self.action_space}, and only Discrete and MultiDiscrete ones can be masked."
+            )
 
-    def _choose(self, observations: np.ndarray, greedy: bool, generator: torch.Generator) -> np.ndarray:
-        distribution = self.network.distribution
-        with torch.inference_mode():
-            outputs = self.network.outputs(torch.from_numpy(np.ascontiguousarray(observations)))[0]
-            if self.epsilon is None:
-                actions = distribution.sample(outputs, generator, greedy)
-            else:
-                actions = epsilon_greedy(outputs, 0.0 if greedy else self.epsilon, generator)
-            env_actions: np.ndarray = distribution.to_env(actions).numpy()
-            return env_actions
+    def _masks(self, action_masks: Any, count: int, is_single: bool) -> np.ndarray:
+        """Return the masks as bool [B, A], each of which allows an action. Raises PalaError."""
+        self._check_can_be_masked()
+        try:
+            flat, starts = joined(action_masks, self.action_space)
+        except ValueError as error:
+            raise PalaError(f"Action masks are not as they should be: {error}.") from None
+        masks = flat[None] if is_single else flat
+        if masks.ndim != 2 or len(masks) != count:
+            wanted = flat.shape[-1:] if is_single else (count, flat.shape[-1])
+            raise PalaError(f"Action masks are of shape {flat.shape}, but must be {wanted}, as the observations are.")
+        if not np.logical_or.reduceat(masks, starts, -1).all():
+            raise PalaError("An action mask allows no action; at least one must be allowed.")
+        return masks
 
     def _batch(self, observations: Any) -> tuple[np.ndarray, bool]:
         """Return the network's input, [B, ...], and whether a single observation was given."""
@@ -114,6 +190,22 @@ class Policy:
         except (IndexError, ValueError) as error:
             raise PalaError(f"Observations are not of {self.observation_space} ({error}).") from None
         return (np.stack(encoded) if encoded else np.empty((0, *shape), self.inputs.space.dtype)), is_single
+
+
+class _Program(nn.Module):
+    """An actor-critic with a memory or masks, for an export."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(
+        self, observations: Tensor, state: Tensor | None = None, action_masks: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the masked policy outputs, the value [B], and the state after."""
+        (policy_output, value), after = self.network.advance(observations, state)
+        outputs = masked(policy_output, action_masks), value.squeeze(-1)
+        return outputs if after is None else (*outputs, after)
 
 
 def _is_single(space: gymnasium.Space, observations: Any) -> bool:
@@ -181,4 +273,5 @@ def load_policy(
         steps, source = algorithm.load_parameters(checkpoint.newest_segment(run), config, flat)
     if not flat.data.isfinite().all():
         raise PalaError(f"The policy of run '{run}' ({source}) has parameters that are not finite numbers.")
-    return Policy(network, envs.inputs, envs.action_space, steps, source, algorithm.epsilon(config))
+    actor = Actor(network, algorithm.epsilon(config))
+    return Policy(network, envs.inputs, envs.action_space, steps, source, actor)

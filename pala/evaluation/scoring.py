@@ -101,10 +101,10 @@ def evaluate(run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s:
     with make_envs(games, acting.threads, make_env, limit) as envs:
         torch.set_num_threads(acting.threads)  # not before: an environment's module may have set it otherwise
         policy = load_policy(run, config, envs, make_network, acting.best)
-        act = policy.actor(acting.greedy, int(derive(acting.seed, 0, "evaluation actions")[0]))
+        policy.seed(int(derive(acting.seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
         seeds = derive(acting.seed, 0, "evaluation environments", envs.num_envs)
-        played, steps = play_episodes(envs, act, seeds, episodes, timeout_s)
+        played, steps = play_episodes(envs, policy.actor, acting.greedy, seeds, episodes, timeout_s)
         seconds = time.perf_counter() - begin
     cut = sum(episode.length_steps >= limit for episode in played)
     if cut and not isinstance(envs, AtariEnvs):
@@ -183,7 +183,7 @@ def longest_game(config: Config) -> int:
 
 
 def play_episodes(
-    envs: Envs, act: Actor, seeds: np.ndarray, episodes: int, timeout_s: float = math.inf
+    envs: Envs, actor: Actor, greedy: bool, seeds: np.ndarray, episodes: int, timeout_s: float = math.inf
 ) -> tuple[list[Episode], int]:
     """(`episodes` whole episodes, environment steps made).
 
@@ -197,7 +197,8 @@ def play_episodes(
     deadline = time.monotonic() + timeout_s
     observations = envs.reset(seeds)
     while len(played) < episodes:
-        step = envs.step(act(observations))
+        step = envs.step(actor.act(observations, envs.action_masks, greedy))
+        actor.forget(step.began)
         observations, steps = step.observations, steps + envs.num_envs
         for episode in step.episodes:
             if quota[episode.env_index] > 0:

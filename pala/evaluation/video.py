@@ -77,22 +77,30 @@ def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
     try:
         torch.set_num_threads(acting.threads)  # not before: an environment's module may have set it otherwise
         policy = load_policy(run, config, envs, make_network, acting.best)
-        act = policy.actor(acting.greedy, int(derive(acting.seed, 0, "video actions")[0]))
+        policy.seed(int(derive(acting.seed, 0, "video actions")[0]))
         ended: list[Episode] = []
-        yield Film(_film(envs, act, screen, seeds, ended, episodes), frames_per_s, ended)
+        pictures = _film(envs, policy.actor, acting.greedy, screen, seeds, ended, episodes)
+        yield Film(pictures, frames_per_s, ended)
     finally:
         envs.close()
 
 
 def _film(
-    envs: Envs, act: Actor, screen: Screen, seeds: np.ndarray, ended: list[Episode], episodes: int
+    envs: Envs,
+    actor: Actor,
+    greedy: bool,
+    screen: Screen,
+    seeds: np.ndarray,
+    ended: list[Episode],
+    episodes: int,
 ) -> Iterator[np.ndarray]:
     """Yield the pictures; an episode is put into `ended` when it ends."""
     observations = envs.reset(seeds)
     yield screen(None)
     while True:
-        actions = act(observations)
+        actions = actor.act(observations, envs.action_masks, greedy)
         step = envs.step(actions)
+        actor.forget(step.began)
         observations = step.observations
         ended += step.episodes
         if len(ended) == episodes > 0:  # the environment has begun anew: there is no picture of the last moment
@@ -106,7 +114,8 @@ def _stage(config: Config, make_env: MakeEnv | None, seeds: np.ndarray, threads:
     if make_env is None and env.is_atari:
         return make_envs(env, threads), _atari_screen(env, seeds), _ATARI_FRAMES_PER_S / env.frame_skip
     rendered = _rendered_env(env, make_env)
-    envs = make_envs(replace(env, vectorization="sync"), threads, lambda: rendered, longest_game(config))
+    env = replace(env, vectorization="sync", restarts=0)  # there is one that draws pictures
+    envs = make_envs(env, threads, lambda: rendered, longest_game(config))
     return envs, _screen_of(rendered), float(rendered.metadata.get("render_fps") or 30)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -116,6 +117,10 @@ class FlatTensors:
         for tensors, name, tensor in self._owners:
             if tensors.get(name) is not tensor:
                 raise _replaced(name)
+
+    def is_finite(self) -> bool:
+        """Return whether the vector holds neither NaN nor infinity. A finite sum shows that in one pass."""
+        return math.isfinite(float(self.data.sum())) or bool(self.data.isfinite().all())
 
     def not_finite(self) -> str:
         """Return the name of a tensor for which the vector holds NaN or infinity; "" if there is none."""

@@ -120,6 +120,11 @@ class GroupedGossip(GossipExchange):
             self._memory.leave()
         return goes
 
+    def _may_leave(self) -> bool:
+        """Return whether another rank has a model of use: one of its group has the same."""
+        others = set(self._members) - {self._comm.rank}
+        return any(not self._is_gone(rank) for rank in others) or super()._may_leave()
+
     def between_steps(self) -> None:
         if self._is_leading:
             super().between_steps()
@@ -130,9 +135,7 @@ class GroupedGossip(GossipExchange):
 
     def average_gradient(self, gradient: Tensor) -> bool:
         memory, rank = self._memory, self._comm.rank
-        self._update += 1
-        is_finite = math.isfinite(float(gradient.norm()))
-        memory.arrive(self._update, gradient, is_finite, self._state.budget.stop)
+        self._arrive(gradient)
         self._wait_for_group(self._is_decided, "the gradients of its group")
         if not self._take_decision():
             return False
@@ -149,19 +152,13 @@ class GroupedGossip(GossipExchange):
         self._count(steps)
         if not self._is_published(healthy):
             self._wait_for_group(lambda: self._is_published(healthy), "its leader's model")
-        has_model, was_healthy, finite, stop = self._memory.published()
-        if healthy != was_healthy:
-            raise PalaError(
-                f"[rank {self._comm.rank}] its model is no longer that of its group: one of them is not finite, so "
-                "memory was damaged. This rank ends; the others may continue."
-            )
-        if not self._is_leading:
-            if has_model:
-                self._parameters.copy_(self._memory.model)
-            self.driver.heals += finite and not healthy
-        if stop:
-            self._end_together(Stop(stop))
-        return finite
+        return self._take_published(healthy)
+
+    def _arrive(self, gradient: Tensor) -> None:
+        """Bring this rank's gradient to the next update."""
+        self._update += 1
+        is_finite = math.isfinite(float(gradient.norm()))
+        self._memory.arrive(self._update, gradient, is_finite, self._state.budget.stop)
 
     def _is_decided(self) -> bool:
         """Return whether the leader has spoken about this update; the leader speaks when it can."""
@@ -220,6 +217,23 @@ class GroupedGossip(GossipExchange):
             return True
         return False
 
+    def _take_published(self, healthy: bool) -> bool:
+        """Take over what the leader has published. Returns whether the model is finite now. Raises PalaError if this
+        rank's model is not that of its group."""
+        has_model, was_healthy, finite, stop = self._memory.published()
+        if healthy != was_healthy:
+            raise PalaError(
+                f"[rank {self._comm.rank}] its model is no longer that of its group: one of them is not finite, so "
+                "memory was damaged. This rank ends; the others may continue."
+            )
+        if not self._is_leading:
+            if has_model:
+                self._parameters.copy_(self._memory.model)
+            self.driver.heals += finite and not healthy
+        if stop:
+            self._end_together(Stop(stop))
+        return finite
+
     def _gossip(self, healthy: bool) -> None:
         """Send and mix as is due, as the group's leader, and publish what came of it. May wait."""
         if not self._is_leading:
@@ -237,8 +251,7 @@ class GroupedGossip(GossipExchange):
 
     def close(self, timeout_s: float) -> Stop:
         if not self._all_end and not self._state.has_left:
-            self._update += 1
-            self._memory.end(self._end)
+            self._arrive_at_end()
             self._wait_for_group(self._is_decided, "the end of its group", timeout_s)  # they are, or will be, at it
         stop = super().close(timeout_s)
         self._is_closed = True
@@ -251,6 +264,11 @@ class GroupedGossip(GossipExchange):
     def _is_fresh(self) -> bool:
         """Whether this rank's model counts in the final average: each group's once, by its leader."""
         return super()._is_fresh and self._comm.rank in self._state.budget.leaders
+
+    def _arrive_at_end(self) -> None:
+        """Come to the next update without a gradient."""
+        self._update += 1
+        self._memory.end(self._end)
 
     def _end_together(self, stop: Stop) -> None:
         """End training with the group, after the same update."""

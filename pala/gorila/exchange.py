@@ -224,7 +224,7 @@ class GorilaExchange(Exchange, Receiver):
         if not_finite and not self._said_not_finite:
             self._said_not_finite = True
             log(
-                f"[rank {self._comm.rank}] left {not_finite} transitions out whose rewards are not finite. "
+                f"[rank {self._comm.rank}] left {not_finite} transitions out in which environments failed. "
                 "Later ones are only counted ('rewards_not_finite')."
             )
         return figures

@@ -53,4 +53,10 @@ def q_network(
     if own is None:
         return QNetwork(observation_space, action_space, config.network)
     distribution = numbered(action_space)
-    return OwnNetwork(own, observation_space, distribution, (distribution.num_outputs,))
+    network = OwnNetwork(own, observation_space, distribution, (distribution.num_outputs,))
+    if network.state_size:
+        raise PalaError(
+            "Your own network has a memory ('state_size'), but 'algorithm' is 'gorila', whose replay holds steps "
+            "without what came before; set it to 'a2c'."
+        )
+    return network

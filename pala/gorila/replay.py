@@ -62,13 +62,16 @@ class Batch(NamedTuple):
 def experience_of(actions: np.ndarray, step: Step, frame_stack: int = 1) -> Experience:
     """Return the experience of one step of `actions` [B]. Frames are views of the step's.
 
-    Raises PalaError if there is more in an episode's first observation than one frame.
+    Where an environment failed, the reward is NaN, which no replay takes for a transition. Raises PalaError if there is
+    more in an episode's first observation than one frame.
     """
-    first = np.zeros(len(actions), bool)  # not after a lost life: the game and its stack of frames go on
-    first[[episode.env_index for episode in step.episodes]] = True
+    first, rewards, terminated = step.began, step.rewards, step.terminated
+    if step.failed.any():
+        rewards = np.where(step.failed, np.float32(np.nan), rewards)
+        terminated = terminated | step.failed
     _check_first(step.observations[first], frame_stack)
     frames, final_frames = (_newest(stacks, frame_stack) for stacks in (step.observations, step.final_observations))
-    return Experience(actions, step.rewards, step.terminated, step.truncated, first, frames, final_frames)
+    return Experience(actions, rewards, terminated, step.truncated, first, frames, final_frames)
 
 
 def reset_frames(observations: np.ndarray, frame_stack: int = 1) -> np.ndarray:

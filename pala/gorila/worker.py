@@ -57,7 +57,7 @@ class Worker(Loop):
     ) -> None:
         super().__init__(agent, exchange, interrupt)
         self._config, self._rank = agent.config, agent.rank
-        self._envs, self._frame_stack = agent.envs, frame_stack
+        self._frame_stack = frame_stack
         self._dqn = dqn
         self._acts = agent.rank in exchange.roles.actors
         self._learns = agent.rank in exchange.roles.learners
@@ -73,6 +73,11 @@ class Worker(Loop):
         self._dqn.target_tape.begin()
         if self._acts:
             observations = self._envs.reset(env_seeds)
+            if self._envs.action_masks is not None:
+                raise PalaError(
+                    f"The environment '{self._envs.name}' gives action masks, but 'algorithm' is 'gorila', whose "
+                    "replay keeps none; set it to 'a2c', or leave the masks out by a wrapper."
+                )
             with self._exchange.node() as node:
                 node.reset(reset_frames(observations, self._frame_stack))
             self._observations = self._to_device(observations)

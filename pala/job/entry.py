@@ -5,7 +5,9 @@ facts ──▶ MPI ──▶ request ──▶ job (ranks, cores) ──▶ thr
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +20,7 @@ from pala.job.job import Job
 from pala.job.request import Request, Result
 from pala.run.provenance import provenance
 from pala.system.errors import CollectiveError
-from pala.system.interrupt import Interrupt
+from pala.system.interrupt import Interrupt, note_leave
 from pala.system.launcher import Launch, die_with_launcher
 from pala.system.output import log, notify_supervisor, one_sentence_for_mistakes, print_result
 from pala.system.resources import prepare
@@ -49,18 +51,18 @@ def program() -> Iterator[MpiCommunicator]:
         if comm.rank == 0:
             log(f"pala: error: {error}")
         sys.exit(2)
-    except (Exception, KeyboardInterrupt) as error:
-        abort(comm, error)
-    except SystemExit as error:
-        if "pala.run.agent" not in sys.modules:  # `--help`, on all ranks
+    except BaseException as error:
+        if isinstance(error, SystemExit) and "pala.run.agent" not in sys.modules:  # `--help`, on all ranks
             raise
-        abort(comm, error)  # of the user's code, on this rank: the others would wait for it
+        abort(comm, error)  # of the user's code, say, on this rank: the others would wait for it
 
 
 @contextmanager
 def script() -> Iterator[MpiCommunicator]:
     """Start MPI for a script of the user's, if it has not, and give it all ranks. An error inside the block is raised;
     but with several ranks one that is this rank's own ends the process as `abort` does."""
+    if threading.current_thread() is threading.main_thread():
+        note_leave()
     facts()
     one_sentence_for_mistakes()
     comm = start_mpi()
@@ -81,11 +83,27 @@ def train(comm: MpiCommunicator, request: Request, greet: Callable[[Job], None])
     if comm.rank == 0:
         check_slurm_tasks(comm.size, job.spares)
         greet(job)
+        _note_on_threads(job, request.config)
+        if request.config.run.console != "none":
+            job.notes.begin("loads torch and the algorithm")
     prepare(job.threads)
-    # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
-    from pala.job.rank import run_in
+    try:
+        # Here and no earlier: it loads torch and numpy, whose thread pools are sized when they load.
+        from pala.job.rank import run_in
 
-    return run_in(job, request)
+        return run_in(job, request)
+    finally:
+        job.notes.end()
+
+
+def _note_on_threads(job: Job, config: Config) -> None:
+    """Say that a number of threads in the environment is not taken: ranks share out the cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked and asked != str(job.threads) and not config.run.threads:
+        log(
+            f"OMP_NUM_THREADS is {asked}, but the ranks share out the cores: this one takes {job.threads}. "
+            f"`--run.threads {asked}` sets their number."
+        )
 
 
 def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> Result:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pala.comm.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.comm.base import Communicator
 from pala.config import Config, Precision, to_table
+from pala.job.start_notes import StartNotes
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.resources import most_cores
 from pala.system.tables import flatten
@@ -56,6 +57,7 @@ class Job:
         self.host_cores = cores[comm.host]  # that its ranks may use, between them
         self.threads = config.run.threads or cores_per_rank(comm, self.spares)  # that this rank may use
         self.trainers = comm.first(self.num_trainers)  # None on a spare
+        self.notes = StartNotes()
         self._has_told_run = self.spares == 0
 
     def patience_after(self, stop: Stop) -> float:

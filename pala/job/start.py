@@ -45,13 +45,16 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
     with job.telling_of_failure():
         here = _working_directory()
         code = _code_of(comm, request)
+        job.notes.stage(f"makes the environments ({request.config.env.id})")
         envs = build_envs(comm, request.config, job.threads, code.make_env)
         config, resume = _settled(comm, request, code, envs, here)
         with envs:
+            job.notes.stage("makes the network")
             agent = ALGORITHMS[config.algorithm].build(comm, config, envs, code.make_network)
             is_own = code.make_network is not None or config.network.custom
             if comm.rank == 0 and is_own and len(envs.observation_space.shape or ()) == 3:
                 log("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
+            job.notes.stage("makes the run's folder and the first checkpoint, or reads the last")
             with open_run(comm, config, resume, request.preset or config.env.short_id, job.hosts) as run:
                 with run.removed_if_nobody_starts():
                     agent.begin(comm, run)
@@ -64,6 +67,7 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     run.start_record(comm, describe(job, request, code, agent, run))
                 if comm.rank == 0 and config.run.console != "none":
                     print_result(header(job, agent, run))
+                job.notes.stage("begins the exchange with the other ranks, and the games")
                 if not agent.acts:  # it needed their spaces alone
                     envs.close()
                 with failing(job, run):

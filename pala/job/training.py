@@ -6,6 +6,7 @@ Functions that communicate say so. An error that one rank meets ends this rank, 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -108,6 +109,8 @@ class Training:
         first_step_s = round(process_age_s() if began_s is None else time.perf_counter() - began_s, 2)
         run.note_later(message_bytes=exchange.message_bytes, seconds_to_first_step=first_step_s)
 
+        self._job.notes.end()
+
         def on_interval(records: list[Record]) -> None:
             with traced(exchange.trace, "metrics"):
                 run.write(records)
@@ -144,7 +147,13 @@ class Training:
         try:
             self._agent.save(self._run, self._exchange)
         except OSError as error:
-            self._say(f"no checkpoint could be written: {reason(error)}. The one before is kept; the job goes on.")
+            kept = "The one before is kept; the job goes on."
+            if not os.path.lexists(self._run.folder):
+                kept = (
+                    f"Run folder '{self._run.folder}' was deleted, and all that was kept of this run with it: put it "
+                    "back, or end the job by SIGUSR1."
+                )
+            self._say(f"no checkpoint could be written: {reason(error)}. {kept}")
 
     def _judge(self, view: RunView | None) -> None:
         """Judge the policy that is held, by what the rank that leads sees of the run. Independent learners have none:

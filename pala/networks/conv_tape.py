@@ -103,7 +103,7 @@ class ConvTape(Tape):
         return buffer.contiguous(memory_format=torch.channels_last) if activation.dim() == 4 else buffer
 
     @torch.no_grad()
-    def peek(self, observations: Tensor) -> list[Tensor]:
+    def peek(self, observations: Tensor, rows: Tensor | None = None) -> list[Tensor]:
         return self._compute(self._arranged(observations).to(self._dtype))[1]
 
     def _compute(self, images: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,9 +1,15 @@
-"""Action distributions, from a network's outputs: one choice, several choices, or a box of real numbers."""
+"""Action distributions, from a network's outputs: one choice, several choices, or a box of real numbers.
+
+An action that an environment does not allow now has a logit of -inf (`masked`): its probability is 0, it adds nothing
+to the entropy, and the loss has no gradient by its logit (Huang and Ontanon, "A Closer Look at Invalid Action Masking
+in Policy Gradient Algorithms", 2022, arXiv 2006.14171).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -11,6 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from pala.system.errors import PalaError
+
+
+def masked(logits: Tensor, masks: Tensor | None) -> Tensor:
+    """Return the logits [..., A], with -inf where `masks`, bool [..., A], is False. None: every action is allowed."""
+    return logits if masks is None else logits.masked_fill(~masks, -math.inf)
 
 
 class Categorical:
@@ -22,14 +33,20 @@ class Categorical:
         self.first_action = first_action
         self._dtype = dtype
 
-    def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
+    def sample(
+        self, logits: Tensor, generator: torch.Generator, greedy: bool = False, masks: Tensor | None = None
+    ) -> Tensor:
         """Draw actions [B] for logits [B, A], by exponential races: P(argmax p / e) = p. Unlike `multinomial`, logits
         that are not finite give some action instead of an error (on a GPU, a dead context): the update deals with
-        them."""
+        them. It is an allowed one if `masks`, by which the logits are `masked`, are given."""
         if greedy:
-            return logits.argmax(-1)
-        races = torch.empty_like(logits).exponential_(generator=generator)
-        return (logits.softmax(-1) / races).argmax(-1)
+            scores = logits
+        else:
+            races = torch.empty_like(logits).exponential_(generator=generator)
+            scores = logits.softmax(-1) / races
+        if masks is not None:
+            scores = masked(scores.clamp(min=torch.finfo(scores.dtype).min), masks)
+        return scores.argmax(-1)
 
     def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probability of `actions` and the entropy, both [...]."""
@@ -42,8 +59,33 @@ class Categorical:
         return (actions + self.first_action if self.first_action else actions).to(self._dtype)
 
 
+LOG_STD_LOW, LOG_STD_HIGH = -20.0, 2.0
+"""Bounds of a Gaussian's log-deviations: those of SAC (Haarnoja et al. 2018, released code: `LOG_SIG_MIN`,
+`LOG_SIG_MAX`) and of Stable-Baselines3 (`sac/policies.py`). Where the action does not matter, the entropy bonus would
+let them grow without end: to deviations of 4,200 in one of our trainings."""
+
+
+class _Bounded(torch.autograd.Function):
+    """Clamps to the bounds. A gradient that leads back inside passes: `clamp`'s is zero outside, so that a parameter
+    which an update has put there would stay."""
+
+    @staticmethod
+    def forward(ctx: Any, log_std: Tensor) -> Tensor:
+        """Return the parameter within its bounds."""
+        ctx.save_for_backward(log_std)
+        return log_std.clamp(LOG_STD_LOW, LOG_STD_HIGH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient, zero where descent would lead further outside."""
+        (log_std,) = ctx.saved_tensors
+        outwards = ((log_std >= LOG_STD_HIGH) & (gradient < 0)) | ((log_std <= LOG_STD_LOW) & (gradient > 0))
+        return gradient.masked_fill(outwards, 0.0)
+
+
 class Gaussian(nn.Module):
-    """Independent normal distributions over a box of actions, from means [..., A]; one learned log-deviation each."""
+    """Independent normal distributions over a box of actions, from means [..., A]; one learned log-deviation each,
+    within bounds."""
 
     def __init__(self, space: gymnasium.spaces.Box) -> None:
         super().__init__()
@@ -54,16 +96,21 @@ class Gaussian(nn.Module):
         self.register_buffer("low", torch.as_tensor(space.low), persistent=False)
         self.register_buffer("high", torch.as_tensor(space.high), persistent=False)
 
-    def sample(self, mean: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
-        """Draw actions [B, A], not yet clipped to the box."""
+    def sample(
+        self, mean: Tensor, generator: torch.Generator, greedy: bool = False, masks: Tensor | None = None
+    ) -> Tensor:
+        """Draw actions [B, A], not yet clipped to the box. A box has no masks."""
         if greedy:
             return mean
         noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-        return mean + noise * self.log_std.detach().exp()  # an action is data: no gradient flows through it
+        return (
+            mean + noise * self.log_std.detach().clamp(LOG_STD_LOW, LOG_STD_HIGH).exp()
+        )  # an action is data: no gradient flows through it
 
     def log_prob_and_entropy(self, mean: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-density of the unclipped `actions` and the entropy, both [...]."""
-        normal = torch.distributions.Normal(mean, self.log_std.exp(), validate_args=False)
+        log_std: Tensor = _Bounded.apply(self.log_std)
+        normal = torch.distributions.Normal(mean, log_std.exp(), validate_args=False)
         return normal.log_prob(actions).sum(-1), normal.entropy().sum(-1)
 
     def to_env(self, actions: Tensor) -> Tensor:
@@ -89,10 +136,13 @@ class MultiCategorical:
         self._choices = [Categorical(size) for size in self._sizes]
         self._starts = torch.from_numpy(starts.reshape(-1).astype(np.int64))
 
-    def sample(self, logits: Tensor, generator: torch.Generator, greedy: bool = False) -> Tensor:
-        """Draw actions [B, K] for logits [B, sum of sizes]."""
-        parts = zip(self._choices, self._split(logits), strict=True)
-        return torch.stack([choice.sample(part, generator, greedy) for choice, part in parts], -1)
+    def sample(
+        self, logits: Tensor, generator: torch.Generator, greedy: bool = False, masks: Tensor | None = None
+    ) -> Tensor:
+        """Draw actions [B, K] for logits [B, sum of sizes], and masks of that shape."""
+        of_choices = self._split(masks) if masks is not None else [None] * len(self._choices)
+        parts = zip(self._choices, self._split(logits), of_choices, strict=True)
+        return torch.stack([choice.sample(part, generator, greedy, allowed) for choice, part, allowed in parts], -1)
 
     def log_prob_and_entropy(self, logits: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probability of `actions` and the entropy, both [...]: sums over the choices."""

@@ -78,7 +78,7 @@ class GraphedTape(Tape):
         self._kept += 1
         return outputs
 
-    def peek(self, observations: Tensor) -> list[Tensor]:
+    def peek(self, observations: Tensor, rows: Tensor | None = None) -> list[Tensor]:
         count = len(observations)
         if count > len(self._observations):
             return self._tape.peek(observations)

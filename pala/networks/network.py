@@ -30,6 +30,8 @@ class Network(nn.Module, abc.ABC):
     their space."""
 
     is_own = False  # of the user's making (`own.py`)
+    state_size = 0
+    """Numbers that a network with memory remembers of an environment (`recurrent.py`); 0: it has none."""
 
     def __init__(self, space: gymnasium.Space, distribution: Distribution, env: EnvConfig | None = None) -> None:
         """`space`: space of observations. `env`: settings of normalisation; None: nothing is normalised."""
@@ -56,10 +58,17 @@ class Network(nn.Module, abc.ABC):
         """Heads in the order of their outputs."""
 
     def outputs(self, observations: Tensor) -> list[Tensor]:
-        """Return each head's outputs [B, O], float32, for observations [B, ...]."""
-        features = self._features(self._inputs(observations))
+        """Return each head's outputs [B, O], float32, for observations [B, ...], the first ones of their episodes."""
+        return self.advance(observations, None)[0]
+
+    def advance(self, observations: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        """Return each head's outputs, as `outputs` does, and the state after these observations. `state`: [B, S], of a
+        network with memory; None: without one, and where all episodes begin."""
+        if state is None and self.state_size:
+            state = torch.zeros(len(observations), self.state_size, device=observations.device)
+        features, state = self._remember(self._inputs(observations), state)
         with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
-            return [head(x) for head, x in zip(self.heads, features, strict=True)]
+            return [head(x) for head, x in zip(self.heads, features, strict=True)], state
 
     def _inputs(self, observations: Tensor) -> Tensor:
         """Return what a trunk takes of observations [B, ...]: float32; images scaled and channels-last. A user's trunk,
@@ -74,9 +83,13 @@ class Network(nn.Module, abc.ABC):
             return observations.to(torch.float32, copy=self.is_own)
         return moments.standardised(observations)
 
+    def _remember(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        """Return the input of each head, float32, and the state after it."""
+        return self._features(inputs), state
+
     @abc.abstractmethod
     def _features(self, inputs: Tensor) -> list[Tensor]:
-        """Return the input of each head, float32."""
+        """Return what a trunk without memory gives each head, float32."""
 
 
 class TrunkNetwork(Network):
@@ -102,7 +115,7 @@ class ActorCritic(TrunkNetwork):
     """observations [B, ...] -> (policy outputs [B, A], values [B]).
 
     Images have one trunk for the two; vectors have one for each, since unscaled values would swamp a trunk that they
-    shared. The heads' initial weights: 0.01 and 1.
+    shared. A memory is behind each trunk. The heads' initial weights: 0.01 and 1.
     """
 
     def __init__(
@@ -115,6 +128,13 @@ class ActorCritic(TrunkNetwork):
         super().__init__(observation_space, distribution_of(action_space), config, env)
         if not self.is_image:
             self.value_trunk, _ = make_trunk(observation_space, config)
+        if config.memory != "none":
+            from pala.networks.recurrent import UNITS, Memory
+
+            memories = [Memory(config.memory, self.num_features) for _ in range(1 if self.is_image else 2)]
+            self.memories = nn.ModuleList(memories)
+            self.state_size = sum(memory.state_size for memory in memories)
+            self.num_features = UNITS
         self.policy_head = orthogonal(nn.Linear(self.num_features, self.distribution.num_outputs), 0.01)
         self.value_head = orthogonal(nn.Linear(self.num_features, 1), 1.0)
 
@@ -125,6 +145,16 @@ class ActorCritic(TrunkNetwork):
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         policy_output, value = self.outputs(observations)
         return policy_output, value.squeeze(-1)
+
+    def _remember(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        features = self._features(inputs)
+        if state is None:
+            return features, None
+        each = zip(self.memories, features, state.chunk(len(self.memories), -1), strict=False)
+        with torch.autocast(inputs.device.type, enabled=False):
+            remembered = [memory(x, part) for memory, x, part in each]
+        after = torch.cat([part for _, part in remembered], -1)
+        return [x for x, _ in remembered] * (len(self.heads) // len(remembered)), after
 
     def _features(self, inputs: Tensor) -> list[Tensor]:
         if self.is_image:

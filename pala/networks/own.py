@@ -3,7 +3,10 @@
 | part | takes | gives |
 |---|---|---|
 | `trunk` | observations [B, ...] as float32; images (uint8 [C, H, W]) scaled to 0..1 | features, anything |
-| each of `heads` | what the trunk gives | float32 [B, its number of outputs] |
+| each of `heads` | the trunk's features | float32 [B, its number of outputs] |
+
+A module with memory has an attribute `state_size`, a number S above 0. Its trunk takes a second argument, the state
+[B, S], zeros where an episode begins, and gives a pair: the features, and the state after, [B, S].
 
 An actor-critic has two heads: what the distribution of actions is made of, and the value, one output. A Q-network has
 one: the value of each action.
@@ -11,10 +14,13 @@ one: the value of each action.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import gymnasium
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,13 +82,14 @@ class OwnNetwork(Network):
     ) -> None:
         super().__init__(observation_space, distribution, env)
         self.own = make_network(observation_space, num_outputs)
-        _check_parts(self.own, len(num_outputs))
+        self.state_size = _check_parts(self.own, len(num_outputs))
         self._check_outputs(observation_space, num_outputs)  # lazy modules have their parameters from here on
         for parameter in self.own.parameters():
             if parameter.dim() == 4:  # as `FlatParameters` lays them out, which the module's code has to stand
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         self._check_outputs(observation_space, num_outputs)
         _check_values(self.own)
+        self._check_rows(observation_space)
 
     @property
     def heads(self) -> list[nn.Linear]:
@@ -92,20 +99,54 @@ class OwnNetwork(Network):
         """Return the outputs of all heads."""
         return self.outputs(observations)
 
+    def _remember(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        if state is None:
+            return self._features(inputs), None
+        given = cast(Any, self.own).trunk(inputs, state)
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Tensor)):
+            raise TypeError(f"with 'state_size' its trunk must give (features, state), not {type(given).__name__}")
+        features, after = given
+        if after.shape != state.shape:
+            raise ValueError(f"its trunk gives a state of shape {tuple(after.shape)}, not {tuple(state.shape)}")
+        return [_as_own(features) for _ in self.heads], after.float()
+
     def _features(self, inputs: Tensor) -> list[Tensor]:
         features = cast(Any, self.own).trunk(inputs)
         return [_as_own(features) for _ in self.heads]
 
     def _check_outputs(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
         observations = blank_observations(space, 2, torch.device("cpu"))
-        try:
-            with torch.no_grad():
-                shapes = [tuple(outputs.shape) for outputs in self.outputs(observations)]
-        except Exception as error:  # it is the user's code: anything may happen
-            raise PalaError(f"Your own network fails ({type(error).__name__}: {error}).") from error
+        with torch.no_grad(), _telling_of_failure():
+            shapes = [tuple(outputs.shape) for outputs in self.outputs(observations)]
         wanted = [(2, number) for number in num_outputs]
         if shapes != wanted:
             raise PalaError(f"Your own network: its heads give {shapes} for two observations, not {wanted}.")
+
+    def _check_rows(self, space: gymnasium.Space) -> None:
+        """Raise PalaError if what is given for one observation depends on the others of its batch."""
+        space = copy.deepcopy(space)  # whose random numbers are the environment's
+        space.seed(0)
+        drawn = torch.from_numpy(np.stack([space.sample() for _ in range(4)]))
+        if drawn.is_floating_point():
+            drawn = drawn.clamp(-1e3, 1e3)  # bounds may stand for none
+        batch, other = drawn[:3], drawn[[0, 3, 2]]
+        first, second, again = (self._two_steps(observations) for observations in (batch, other, batch))
+        has_chance = not _are_alike(first, again)
+        if not has_chance and not _are_alike(first[:, ::2], second[:, ::2]):
+            raise PalaError(
+                "Your own network: what it gives for one observation depends on the others of its batch, so the "
+                "environments would mix. (torch.nn.LSTM, GRU and RNN take [batch, features] for one sequence: take "
+                "LSTMCell, GRUCell or RNNCell, and 'state_size' for a memory, as docs/own_network.md shows; attention "
+                "and normalisation must not go over the batch.)"
+            )
+
+    def _two_steps(self, observations: Tensor) -> Tensor:
+        """Return all outputs of two steps, [2, B, numbers], with the same random numbers each time."""
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _telling_of_failure():
+            torch.manual_seed(0)
+            first, state = self.advance(observations, None)
+            second, _ = self.advance(observations, state)
+        return torch.stack([torch.cat(outputs, -1) for outputs in (first, second)])
 
 
 def _as_own(features: Any) -> Any:
@@ -120,6 +161,18 @@ def _as_own(features: Any) -> Any:
     return features
 
 
+@contextlib.contextmanager
+def _telling_of_failure() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # it is the user's code: anything may happen
+        raise PalaError(f"Your own network fails ({type(error).__name__}: {error}).") from error
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
 def _check_values(own: nn.Module) -> None:
     if bad := next((name for name, p in own.named_parameters() if not bool(p.isfinite().all())), None):
         raise PalaError(
@@ -128,7 +181,8 @@ def _check_values(own: nn.Module) -> None:
         )
 
 
-def _check_parts(own: object, num_heads: int) -> None:
+def _check_parts(own: object, num_heads: int) -> int:
+    """Raise PalaError for a module without the parts that it must have; returns its `state_size`."""
     heads = getattr(own, "heads", None)
     if not isinstance(own, nn.Module) or not callable(getattr(own, "trunk", None)) or heads is None:
         raise PalaError(
@@ -158,3 +212,7 @@ def _check_parts(own: object, num_heads: int) -> None:
             f"Your own network: '{kept[0]}' is a buffer, which ranks do not exchange; use no running statistics (in "
             "the place of BatchNorm, LayerNorm), or register it with `persistent=False`."
         )
+    size = getattr(own, "state_size", 0)
+    if not isinstance(size, int) or size < 0:
+        raise PalaError(f"Your own network: 'state_size' is {size!r}, but must be a whole number, 0 without a memory.")
+    return size

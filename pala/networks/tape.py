@@ -19,6 +19,7 @@ class Tape(abc.ABC):
     """`begin` whenever the parameters have changed, and at first; then `forward` a step, and `backward` once."""
 
     joins = True  # several minibatches take less time in one `peek` than each in its own
+    remembers = False  # whether its network has a memory
     adds = True  # `backward` adds to `.grad`, which must be zero before; False: it writes over what is there
 
     @abc.abstractmethod
@@ -30,8 +31,14 @@ class Tape(abc.ABC):
         """Return each head's outputs [B, O] for `observations` [B, ...], without graph; the pass is kept."""
 
     @abc.abstractmethod
-    def peek(self, observations: Tensor) -> list[Tensor]:
-        """Compute the heads' outputs without keeping the pass. B is free."""
+    def peek(self, observations: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+        """Compute the heads' outputs without keeping the pass. B is free; `rows`, bool: the environments whose memory
+        counts (None: all)."""
+
+    def forget(self, began_B: Tensor | None = None) -> None:
+        """Forget what is remembered of environments whose episodes begin, bool [B]; None: of all. Does nothing without
+        a memory."""
+        assert not self.remembers
 
     @abc.abstractmethod
     def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
@@ -57,7 +64,7 @@ class AutogradTape(Tape):
             self._passes.append(self._network.outputs(observations))
         return [outputs.detach() for outputs in self._passes[-1]]
 
-    def peek(self, observations: Tensor) -> list[Tensor]:
+    def peek(self, observations: Tensor, rows: Tensor | None = None) -> list[Tensor]:
         with torch.no_grad(), self._precision:
             return self._network.outputs(observations)
 
@@ -67,3 +74,36 @@ class AutogradTape(Tape):
         products = [(head_TBO * given_TBO).sum() for head_TBO, given_TBO in zip(heads_TBO, gradients_TBO, strict=True)]
         torch.stack(products).sum().backward()  # type: ignore[no-untyped-call]
         self._passes = []
+
+
+class RecurrentTape(AutogradTape):
+    """A tape of a network with memory, which keeps the environments' states.
+
+    Back-propagation through time is truncated: `begin` keeps the states and cuts the graph, so that a gradient reaches
+    back to the first step of a rollout.
+    """
+
+    remembers = True
+    _states: Tensor | None = None  # [B, S]; None: all begin
+
+    def begin(self) -> None:
+        super().begin()
+        if self._states is not None:  # of a network that was ruined and healed they would stay what they are
+            self._states = self._states.detach().nan_to_num(0.0, 0.0, 0.0)
+
+    def forward(self, observations: Tensor) -> list[Tensor]:
+        with self._precision:
+            outputs, self._states = self._network.advance(observations, self._states)
+        self._passes.append(outputs)
+        return [output.detach() for output in outputs]
+
+    def peek(self, observations: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+        states = self._states if self._states is None or rows is None else self._states[rows]
+        with torch.no_grad(), self._precision:
+            return self._network.advance(observations, states)[0]
+
+    def forget(self, began_B: Tensor | None = None) -> None:
+        if began_B is None:
+            self._states = None
+        elif self._states is not None:
+            self._states = self._states.masked_fill(began_B.unsqueeze(-1), 0.0)

@@ -58,7 +58,9 @@ def legend(figure: Figure | SubFigure, axes: Axes) -> None:
 
 
 def verbatim(text: str) -> str:
-    """Escape a label or title: matplotlib reads `$` as the begin of a formula, and hides labels that begin with `_`."""
+    """Escape a label or title: matplotlib reads `$` as the begin of a formula, and hides labels that begin with `_`. In
+    an ASCII locale letters of a file's name come as bytes, which it does not take."""
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
 
 

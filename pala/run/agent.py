@@ -222,6 +222,7 @@ def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeE
             envs.abandon()
         raise
     set_torch(threads)
+    made[0].sender = f"[rank {comm.rank}] "
     return made[0]
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from pala.run.entropy_watch import EntropyWatch
 from pala.run.metrics import SECTIONS
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.run.view import RunView
@@ -63,11 +64,13 @@ class Figures:
         view, speed = self._view, self._view.global_steps_per_s
         share, left_s = self.global_steps / self.budget_steps, self.left_s
         eta = "-" if left_s is None else _duration(left_s)
+        failures = view.total("env_failures")
         return {
             "steps": f"{self.global_steps:,} of {self.budget_steps:,} ({share:.1%})",
             "eta": eta,
             "steps/s": f"{speed:,.0f}",
-            "return": f"{_number(view.mean_return, '{:.2f}')} (mean of the last 100 of {view.num_episodes} episodes)",
+            "return": f"{_number(view.mean_return, '{:.2f}')} (mean of the last 100 of {view.num_episodes} episodes)"
+            + f", {failures:.0f} failures of environments" * (failures > 0),
             **(self._server() if view.mean("epsilon") is not None else self._exchange()),
             "time": " ".join(f"{name} {_number(view.mean('time_' + name), '{:.0%}')}" for name in SECTIONS),
         }
@@ -158,6 +161,7 @@ class Reporter:
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
         self._figures, self._estimated = Figures(self.view, budget_steps), False
+        self._entropy = EntropyWatch(budget_steps)
         title = f"PALA  {run}  {counted(ranks, 'rank')}"
         self._console: Display | None = None
         with self._losing_the_console():
@@ -174,6 +178,8 @@ class Reporter:
         texts = self._figures.texts()
         with self._losing_the_console():
             self._show(texts)
+        if said := self._entropy.look(self.view.mean("entropy"), global_steps):
+            log(said)
         with self._losing_tensorboard():
             if self._tensorboard is not None:
                 self._tensorboard.add(self.view, global_steps)

@@ -77,6 +77,7 @@ class Loop(abc.ABC):
         self._watch = Stopwatch(exchange.trace)
         self._records: list[Record] = []
         self._begin = time.perf_counter() - self.counters.time_s
+        self._envs, self._logged_failures = agent.envs, 0
 
     def run(
         self,
@@ -145,11 +146,13 @@ class Loop(abc.ABC):
     def take_records(self) -> list[Record]:
         """Return the episodes since the last call, of many an even sample, and one interval record."""
         seconds, fractions = self._watch.split()
+        failures, self._logged_failures = self._envs.num_failures - self._logged_failures, self._envs.num_failures
         record = {
             **self._stamp("interval"),
             **self._interval_figures(seconds),
             "updates": self.counters.updates,
             "memory_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "env_failures": failures,
             "episodes_left_out": max(0, len(self._records) - _MOST_EPISODES),
         }
         record |= {f"time_{name}": round(fraction, 4) for name, fraction in fractions.items()}

@@ -15,7 +15,7 @@ from pala.config import Config, from_table, to_table
 from pala.run.hooks import UserCode
 from pala.run.lock import LOCK, is_locked
 from pala.run.provenance import now_utc
-from pala.system.errors import PalaError, reason
+from pala.system.errors import PalaError, SaveError, reason
 from pala.system.files import dated, read_json, refuse_links, write_json
 from pala.system.tables import merged
 
@@ -309,7 +309,11 @@ class RunRecord:
         self._write(self._record | {"completed": completed, "segments": [*self._record["segments"][:-1], segment]})
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Write the record. What cannot be written is not remembered either: it can be tried again."""
+        """Write the record. What cannot be written is not remembered either: it can be tried again. Raises
+        SaveError."""
         self._check()
-        write_json(self._file, record, indent=2)
+        try:
+            write_json(self._file, record, indent=2)
+        except OSError as error:
+            raise SaveError.of(error) from error
         self._record = record

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import tyro
 
 from pala.system.errors import PalaError, closest, nearest, reason
-from pala.system.launcher import Launch
-from pala.system.output import log, print_result
+from pala.system.launcher import speaks
+from pala.system.output import log, open_closed_streams, print_result
 
 C = TypeVar("C")
 _TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
@@ -35,7 +35,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
             return tyro.cli(type(default), args=arguments, default=default, prog=_called(program))
     except SystemExit as exit_:
         if not exit_.code:  # --help
-            if Launch.detect().rank == 0:
+            if speaks():
                 print_result(printed.getvalue().rstrip("\n"))
             raise
         unknown = _unknown(arguments, default)
@@ -137,6 +137,7 @@ def exit_on_mistake(*mistakes: type[Exception]) -> Iterator[None]:
     """End a program that uses no MPI with status 2 after a PalaError, or one of `mistakes`, and print its message. ^C
     ends it with status 130. Neither leaves a traceback."""
     expected: tuple[type[Exception], ...] = (PalaError, *mistakes)
+    open_closed_streams()
     try:
         yield
     except expected as error:

@@ -67,6 +67,7 @@ class Interrupt:
         caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
         previous = [signal.signal(number, self._on_signal) for number in caught]
         _caught.update(dict.fromkeys(caught, self._on_signal))
+        self.leave_requested |= _take_early_leave()
         try:
             yield self
         finally:
@@ -74,6 +75,38 @@ class Interrupt:
             for number, handler in zip(caught, previous, strict=True):
                 if handler is not None:  # of a library, say a preloaded one: Python cannot give it back
                     signal.signal(number, handler)
+
+
+_told_early = False  # to leave, before an `Interrupt` was there to hear it
+
+
+def _on_early_leave(number: int, frame: FrameType | None) -> None:
+    global _told_early
+    del number, frame
+    _told_early = True
+
+
+def note_leave() -> None:
+    """Note from now on that this process is told to leave, for the `Interrupt` that is installed later; without a
+    handler the signal would kill it. A handler of the user's stays. Call it early, on the main thread."""
+    if signal.getsignal(LEAVE) in (signal.SIG_DFL, signal.SIG_IGN):  # ignored by who started it, for the same reason
+        signal.signal(LEAVE, _on_early_leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [LEAVE])  # blocked, perhaps, by what started the launcher
+
+
+def note_on_thread() -> None:
+    """Say, where this is not the main thread, which alone may catch signals, what they do to training."""
+    if threading.current_thread() is not threading.main_thread():
+        log(
+            "Training runs in a thread, which hears no signals: SIGTERM ends the process without a checkpoint. Train "
+            "in the main thread; or catch the signal there, and have `on_update` return False, which ends training."
+        )
+
+
+def _take_early_leave() -> bool:
+    global _told_early
+    told, _told_early = _told_early, False
+    return told
 
 
 _caught: dict[signal.Signals, Callable[[int, FrameType | None], None]] = {}  # while an `Interrupt` is installed

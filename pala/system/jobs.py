@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from pala.system.errors import PalaError
+from pala.system.interrupt import LEAVE
 
 LOOK_S = 5.0  # a job is looked at so often
 _TAIL_LINES = 25
@@ -91,10 +92,11 @@ class MpiJob:
         stderr: int | IO[bytes] | None = None,
         hears_sigterm: bool = False,
     ) -> None:
-        """Start it. Unless `hears_sigterm`, hide that signal from it: schedulers send it to every process of a job.
+        """Start it. Hide SIGUSR2 from it, which is for one rank; and, unless `hears_sigterm`, that signal: schedulers
+        send it to every process of a job.
 
         Raises OSError."""
-        with _blocked([] if hears_sigterm else [signal.SIGTERM]):
+        with _blocked([LEAVE] if hears_sigterm else [LEAVE, signal.SIGTERM]):
             self.launcher = subprocess.Popen(
                 words, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
             )

@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +24,10 @@ _LAUNCHERS = (
     "srun",
     "slurmstepd",
 )
+
+
+_VARIABLES = r"OMPI_COMM_WORLD_\w+|PMIX?_\w+|MPI_LOCAL\w+|SLURM_(?:PROCID|LOCALID|STEP_NUM_TASKS)"
+_ANSWER_S = 2.0
 
 
 def _environment_int(*names: str, environment: Mapping[str, str] | None = None) -> int | None:
@@ -109,6 +114,48 @@ def launcher_process() -> int | None:
     with suppress(OSError):
         return next((pid for pid, name in _ancestors() if name in _LAUNCHERS), None)
     return None
+
+
+def speaks() -> bool:
+    """Return True if this process is to say what all ranks would say: it is rank 0, or its launcher's variables are not
+    to be believed."""
+    return Launch.detect().rank == 0 or launcher_process() is None or rank_above() is not None
+
+
+def rank_above() -> int | None:
+    """Return the process, between this one and its launcher, that has loaded MPI: a rank that has started this program,
+    and has passed its variables on. None if there is none."""
+    if rank_in() is None:
+        return None
+    rank = None
+    with suppress(OSError):
+        for pid, name in _ancestors():
+            if name in _LAUNCHERS:
+                return rank
+            with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+                if any("/libmpi" in line for line in file):
+                    rank = pid
+    return None
+
+
+def left_over() -> list[str]:
+    """Return the names of the launcher's variables that this process has though its launcher is gone, as in a shell
+    that a job opened; empty if it may be there.
+
+    Without a launcher above, as in a container, Open MPI's may be outside, and then its port answers."""
+    if launcher_process() is not None:
+        return []
+    names = [name for name in os.environ if re.fullmatch(_VARIABLES, name)]
+    servers = {os.environ[name].rpartition("//")[2] for name in names if name.startswith("PMIX_SERVER_URI")}
+    return [] if any(_answers(server) for server in servers) else sorted(names)
+
+
+def _answers(server: str) -> bool:
+    """Return True if something listens at `host:port`."""
+    host, _, port = server.rpartition(":")
+    with suppress(OSError, ValueError), socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+        return True
+    return False
 
 
 def terminal_size(stream: int = 1) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from functools import cache
 from types import TracebackType
 
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.launcher import Launch
+from pala.system.launcher import Launch, speaks
 
 SUPERVISED, ANNOUNCEMENT = "PALA_SUPERVISED", "pala-announcement:"
 
@@ -21,6 +21,19 @@ def notify_supervisor(stage: str) -> None:
     Where MPI is fault-tolerant, a rank that ends before MPI_Init leaves the others waiting in it for ever."""
     if os.environ.get(SUPERVISED):
         log(f"{ANNOUNCEMENT} {stage} {Launch.detect().rank}")
+
+
+def open_closed_streams() -> None:
+    """Open what this process was started without (`<&-`, `2>&-`) to nowhere. The next file would get that number, and
+    what is meant for standard error would go there."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, "r" if name == "stdin" else "w", closefd=False, encoding="utf-8"))
 
 
 _divert: Callable[[str], bool] | None = None
@@ -74,12 +87,12 @@ def printable(message: str) -> str:
 def one_sentence_for_mistakes() -> None:
     """Print only the error message, without a traceback, for a PalaError that is not caught from now on. One that all
     ranks raise is printed by rank 0 alone."""
-    before, rank = sys.excepthook, Launch.detect().rank
+    before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if not isinstance(error, PalaError):
             before(kind, error, traceback)
-        elif rank == 0 or not isinstance(error, CollectiveError):
+        elif not isinstance(error, CollectiveError) or speaks():
             log(f"pala: error: {error}")
 
     sys.excepthook = hook

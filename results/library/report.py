@@ -1,4 +1,4 @@
-"""Write the tables of this folder's README.md from examples.jsonl and bench.jsonl: `python results/library/report.py`.
+"""Write the tables of this folder's README.md from its .jsonl files: `python results/library/report.py`.
 
 Each table stands between two comments that name it. A table without data says so.
 """
@@ -9,6 +9,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -86,6 +87,46 @@ def added() -> str:
     return table([*head, "rounds"], rows, 0)
 
 
+def exchange() -> str:
+    """What ways to exchange add to an update, beside `none` and the same before a change, in the same rounds."""
+    jobs: dict[tuple[int, str], dict[int, Line]] = defaultdict(dict)
+    for line in lines_of("exchange.jsonl"):
+        case = line["case"]
+        way = [case["library"] if case["library"] != "gossip" else "now"]
+        way += [f"`every={case['every']}`"] if case["every"] > 1 else []
+        way += [f"`{case['compression']}`"] if case["compression"] != "none" else []
+        jobs[case["ranks"], ", ".join(way)][line["round"]] = line
+    rows = []
+    for (ranks, way), lines in jobs.items():
+        alone = jobs.get((ranks, "none"), {})
+        pairs = [(line, alone[number]) for number, line in lines.items() if counted(line) and number in alone]
+        medians = [median(counted(line)) - median(counted(none)) for line, none in pairs]
+        means = [mean(counted(line)) - mean(counted(none)) for line, none in pairs]
+        cpu = [1e3 * (line["cpu_s"] - none["cpu_s"]) for line, none in pairs]
+        mixes = [line["mixes"] for line, _ in pairs]
+        if way != "none" and pairs:
+            part = f"{2 * median(means):.1f} %"
+            rows.append([way, str(ranks), spread(medians), spread(means), part, spread(cpu), spread(mixes, 2)])
+            rows[-1].append(str(len(pairs)))
+    head = ["gossip", "ranks", "adds, median, ms", "mean, ms", "mean, of 50 ms", "processor time, ms"]
+    return table([*head, "mixes an update", "rounds"], rows, 1)
+
+
+def passes() -> str:
+    """Processor time of each pass over 10 million parameters."""
+    lines = lines_of("passes.jsonl")
+    took: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        for name, values in line["took_ms"].items():
+            took[name][f"`{line['compression']}`, {line['commit'][:7]}"] += values
+    columns = list(dict.fromkeys(column for of in took.values() for column in of))
+    rows = [
+        [name, *(f"{min(of[c]):.1f}, {median(of[c]):.1f}" if of[c] else "-" for c in columns)]
+        for name, of in took.items()
+    ]
+    return table(["pass", *(f"{column}: least, median, ms" for column in columns)], rows, 1)
+
+
 def faults() -> str:
     """Rank 0's updates beside a rank that is slow or killed."""
     by_case: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
@@ -119,9 +160,9 @@ def _order(case: Sequence[Any]) -> tuple[Any, ...]:
     return (["host", "1gbit", "100mbit"].index(case[2]), case[0], case[1])
 
 
-def made_by() -> str:
-    """Commits, versions, machine and load of the jobs."""
-    lines = lines_of("bench.jsonl")
+def made_by(name: str) -> str:
+    """Commits, versions, machine and load of the jobs in this file."""
+    lines = lines_of(name)
     if not lines:
         return NONE_YET
     commits = ", ".join(sorted({line["commit"][:10] for line in lines}))
@@ -135,7 +176,16 @@ def made_by() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {"examples": examples, "added": added, "faults": faults, "made by": made_by}
+TABLES: dict[str, Callable[[], str]] = {
+    "examples": examples,
+    "added": added,
+    "faults": faults,
+    "exchange": exchange,
+    "passes": passes,
+    "made by": partial(made_by, "bench.jsonl"),
+    "exchange made by": partial(made_by, "exchange.jsonl"),
+    "passes made by": partial(made_by, "passes.jsonl"),
+}
 
 
 def main() -> None:

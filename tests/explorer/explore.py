@@ -34,6 +34,8 @@ class Command:
 
     ranks: tuple[int, ...] = (2,)
     """Numbers of ranks."""
+    group: int = 1
+    """Ranks of a group, which hold one model and of which one gossips; the last group may be smaller."""
     topologies: tuple[str, ...] = ("ring",)
     """Who sends to whom; of two ranks all but the complete graph are alike."""
     mixings: tuple[str, ...] = ("uniform", "paired")
@@ -283,6 +285,8 @@ def cases(command: Command) -> list[Case]:
     check_named(command, "ranks", "topologies", "mixings", "staleness")
     if min(command.ranks) < 2 or min(*command.staleness, command.updates, command.together, command.rare) < 0:
         raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates', '--together' and '--rare' 0.")
+    if not 1 <= command.group < min(command.ranks):
+        raise PalaError(f"'--group' is {command.group}, which is below 1 or makes one group of all ranks.")
     if not command.most_s > 0:
         raise PalaError(f"'--most-s' is {command.most_s:g} but must lie above 0.")
     if min(command.whole_every, command.exchanges_per_update, command.most_states) < 1:
@@ -311,7 +315,7 @@ def cases(command: Command) -> list[Case]:
     found = [
         Case(ranks, topology, mixing, staleness, frozenset(faults), command.updates, command.whole_every,
              command.exchanges_per_update if RULES[mixing].by_pairs else 1, rare=rare & {*faults},
-             most_rare=command.rare)
+             most_rare=command.rare, groups=groups_of_size(command.group, ranks))
         for ranks, topology, mixing, staleness, faults in itertools.product(
             command.ranks, command.topologies, command.mixings, command.staleness,
             itertools.combinations(command.faults, together),
@@ -323,8 +327,14 @@ def cases(command: Command) -> list[Case]:
     return found
 
 
+def groups_of_size(size: int, ranks: int) -> tuple[int, ...]:
+    """Return each rank's group; none, if each is one."""
+    return tuple(rank // size for rank in range(ranks)) if size > 1 else ()
+
+
 HEADER = (
     "ranks",
+    "groups",
     "topology",
     "mixing",
     "staleness",
@@ -340,10 +350,22 @@ HEADER = (
 def row(case: Case, explored: Explored) -> tuple[str, ...]:
     """Return a case's row of the table."""
     return (
-        str(case.ranks), case.topology, case.mixing, str(case.max_staleness), _faults(case), f"{explored.states:,}",
-        f"{explored.transitions:,}", "yes" if explored.finished else "no", f"{explored.seconds:.0f}",
+        str(case.ranks),
+        _groups(case),
+        case.topology,
+        case.mixing,
+        str(case.max_staleness),
+        _faults(case),
+        f"{explored.states:,}",
+        f"{explored.transitions:,}",
+        "yes" if explored.finished else "no",
+        f"{explored.seconds:.0f}",
         str(len(explored.violations)),
-    )  # fmt: skip
+    )
+
+
+def _groups(case: Case) -> str:
+    return " + ".join(str(case.groups.count(group)) for group in dict.fromkeys(case.groups))
 
 
 def _faults(case: Case) -> str:

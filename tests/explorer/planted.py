@@ -200,6 +200,17 @@ class TakesWhoWaitsForAnAnswerForSilent(OneWay):
         return [peer for peer in s.living if peer not in s.silent]
 
 
+class SendsToAllOfAGroup(OneWay):
+    def _in_touch(self, s):
+        return s.budget.living
+
+
+class NeverHearsWhoLeads(Paired):
+    def _in_touch(self, s):
+        first = [s.budget.groups.index(group) for group in dict.fromkeys(s.budget.groups)]
+        return [peer for peer in range(s.budget.size) if peer in first or peer == s.rank]
+
+
 class TakesTheDeadsWeightForLost(OneWay):
     def peer_died(self, s, peer):
         actions = super().peer_died(s, peer)
@@ -361,6 +372,15 @@ class LooksAtNoClockInARollout(Paired):
 
 
 # ---- the driver ------------------------------------------------------------------------------------------------------
+
+
+class CountsOnAnyRank(OneWay):
+    """Takes whoever lives for one that has a model of use."""
+
+    def wish_to_leave(self, s: GossipState) -> list[Action]:
+        actions = super().wish_to_leave(s)
+        s.stayers |= {*s.living} - {s.rank}
+        return actions
 
 
 class KeepsTheCredit(GossipDriver):

@@ -57,7 +57,8 @@ def initial(case: Case, number: int, round_: int, weight: Fraction) -> Frozen:
     state = case.new_state(number, round_, weight)
     case.gossip.start(state, 0.0)
     canonical(state, case.rules, 0.0, has_ended=False, period=case.period)
-    return Frozen(number, Mode.UPDATES, 0, state=freeze(state), num_snapshots=case.snapshots)
+    mode = Mode.UPDATES if number in state.budget.leaders else Mode.FOLLOWS
+    return Frozen(number, mode, 0, state=freeze(state), num_snapshots=case.snapshots)
 
 
 def play(case: Case, frozen: Frozen, event: tuple[Any, ...]) -> list[Outcome]:
@@ -123,7 +124,7 @@ class LocalRank:
         forgotten = [peer for peer in kept if peer in closed and before[peer] not in models.moved]
         if forgotten and not models.healed:
             models.faults.append(f"sum of all models: forgot the answer of rank {forgotten[0]}")
-        if len(self.state.living) == 1:  # no model is fresher than its own, or than one of the dead
+        if len(self.state.budget.leaders) == 1:  # no model is fresher than its own, or than one of the dead
             models.faults = [fault for fault in models.faults if not fault.startswith("stale")]
         self.last_round = self.state.round
         return self._outcome(tuple(sorted(closed)), failed)
@@ -134,15 +135,23 @@ class LocalRank:
         """Make an update. `poison`: it makes the model NaN, which the rank sees after its next one."""
         healthy = self.models.finite
         self.models.finite &= not poison
-        self._since_mix += len(self.state.living) > 1
+        self._since_mix += len(self.state.budget.leaders) > 1
         self._made += self._case.updates > 0
         self.driver.finish_update(int(self._case.updates > 0), healthy)
         if self._case.exchanges_per_update > 1 and not self.models.settled:
             self.models.faults.append("sum of all models: moves that were owed are not made")
-        alone = len(self.state.living) == 1
+        alone = len(self.state.budget.leaders) == 1
         if self._since_mix > self._case.max_staleness + 1 and not (self._excused or alone):
             self.models.faults.append(f"staleness: {self._since_mix} updates on its own")
         self.advance()
+
+    def follow(self) -> None:
+        """Make an update that the group's leader gossips after. Lead from then on if there is none."""
+        if self.number in self.state.budget.leaders:
+            self.driver.begin()
+            self.finish(poison=False)
+        elif self.state.budget.stop is not Stop.NONE:
+            self._mode = Mode.ENDED
 
     def step(self) -> None:
         """Exchange between two steps of a rollout."""
@@ -166,8 +175,12 @@ class LocalRank:
     def stop(self, reason: Stop) -> None:
         self.driver.end(reason)
 
+    def tell(self) -> None:
+        """Tell it to leave."""
+        self.driver.wish_to_leave()
+
     def leave(self) -> None:
-        """Leave as it is told to, after an update; nothing of its models is on its way."""
+        """Leave as it was told to, after an update; nothing of its models is on its way."""
         self.driver.leave()
         self._mode = Mode.LEFT
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pala.config.catalogue import RULES, TOPOLOGIES
+from pala.exchange.budget import Stop
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import Rules
@@ -95,7 +96,24 @@ def pushed(number: int) -> Scenario:
         options["wake_up_s"] = draw.choice(((0.0, 0.1), (1.0, 5.0)))
     if fault == "deaths" and draw.random() < 0.5:
         options["leaves"] = {rank: options["deaths"].pop(rank) for rank in list(options["deaths"])[::2]}
+    if options.get("leaves") and draw.random() < 0.5:
+        options["poison"] = _poison_beside_leaves(draw, options, size - options.get("spares", 0))
     return Scenario(size, **options)
+
+
+def _poison_beside_leaves(
+    draw: random.Random, options: dict[str, Any], trainers: int
+) -> dict[int, tuple[float, float]]:
+    """Return when models become NaN before ranks are told to leave; one keeps its own: the first
+    that is to leave, if it trains."""
+    leaving = min(options["leaves"], key=options["leaves"].__getitem__)
+    safe = leaving if leaving < trainers else draw.choice([r for r in range(trainers) if r not in options["deaths"]])
+    others = [rank for rank in range(trainers) if rank != safe]
+    told_s = min(options["leaves"].values())  # what becomes NaN later, when all are assured, nobody can know
+    return {
+        rank: (max(0.0, told_s - draw.choice((1.5, 5.0))), told_s)
+        for rank in draw.sample(others, draw.choice((1, len(others))))
+    }
 
 
 def check(
@@ -115,6 +133,7 @@ def check(
       has a living peer, or its patience has ended since then; some time after the last fault that is no excuse, if
       patience is long for the speed of ranks and network.
     - Nobody waits much longer than its patience, and no model is mixed that is much older than it, and than its own.
+    - Who leaves leaves a model of use with a rank that stays.
     - As many ranks train as in the beginning, while there are spares and soon after a death, and never more.
     - Every living rank ends, and knows that the budget is met; a rank that lacked u steps of it when it was met, with B
       steps an update, makes no more than max(1, ceil(u / B)) updates after that.
@@ -182,7 +201,7 @@ def _check_end(scenario: Scenario, cluster: VirtualCluster) -> None:
     for rank in cluster.living:
         p = rank.state
         _demand(
-            p.budget.global_steps >= scenario.budget_steps,
+            p.budget.global_steps >= scenario.budget_steps or p.budget.stop is Stop.ALL_LEAVE,
             f"budget: rank {p.rank} ended at {p.budget.global_steps} steps",
         )
         finite = bool(np.isfinite(rank.model).all())

@@ -33,11 +33,12 @@ _MANY_STEPS = 1 << 62
 class Mode(enum.IntEnum):
     """What a rank's learner does."""
 
-    UPDATES = 0
-    WAITS = 1
-    ENDED = 2
-    LEFT = 3
-    DEAD = 4
+    FOLLOWS = 0  # in a group of which another gossips
+    UPDATES = 1
+    WAITS = 2
+    ENDED = 3
+    LEFT = 4
+    DEAD = 5
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Case:
     rare: frozenset[str] = frozenset()
     """Of the faults, those that come at most `most_rare` times in a run, together; damage and doubles always do."""
     most_rare: int = 2
+    groups: tuple[int, ...] = ()
+    """Group of each rank, which hold one model; none: each has its own. What happens inside a group is in `groups.py`;
+    here the next one leads when it hears that the leader is dead, or has left."""
     protocol: Callable[[Rules], GossipProtocol] = make_protocol
     driver: type[GossipDriver] = GossipDriver
 
@@ -92,7 +96,8 @@ class Case:
 
     def new_state(self, rank: int, round_: int = 0, weight: Any = 1.0) -> GossipState:
         """Return what a rank knows at the beginning."""
-        return self.gossip.new_state(StepBudget(rank, self.ranks, self.updates or _MANY_STEPS), weight, round_)
+        budget = StepBudget(rank, self.ranks, self.updates or _MANY_STEPS, groups=self.groups)
+        return self.gossip.new_state(budget, weight, round_)
 
     @cached_property
     def _example(self) -> GossipState:

@@ -38,6 +38,9 @@ class About(NamedTuple):
     present: tuple[int, ...]  # ranks that it takes to be alive
     living: tuple[int, ...]  # and to train
     useful: bool  # its model could heal others'
+    finite: bool  # its model is, and is not old
+    told: bool  # to leave
+    may_leave: bool
     gives_up: bool  # as `LocalRank.gives_up`
     stop: Stop
     known_steps: int  # of all ranks
@@ -89,7 +92,7 @@ class Tables:
 
     def _look_at(self, frozen: Frozen) -> About:
         if frozen.mode is Mode.DEAD:
-            return About(Mode.DEAD, (), (), False, False, Stop.NONE, 0, 0, (), ())
+            return About(Mode.DEAD, (), (), False, False, False, False, False, Stop.NONE, 0, 0, (), ())
         s, f = self.case.thaw(frozen.state), self._faults
         budget, away = s.budget, s.now_s < 0
         is_old = (away or s.returning) and "patience" not in f
@@ -98,6 +101,9 @@ class Tables:
             tuple(budget.present),
             tuple(budget.living),
             useful=frozen.mode is not Mode.LEFT and frozen.finite and not is_old,
+            finite=frozen.finite and not is_old,
+            told=s.leaves,
+            may_leave=s.may_leave and budget.stop is Stop.NONE,
             gives_up=frozen.mode is Mode.WAITS and s.healthy and "patience" in f,
             stop=budget.stop,
             known_steps=budget.global_steps,
@@ -113,10 +119,16 @@ class Tables:
         if mode is Mode.UPDATES:
             events += [("finish", ("finish", False))] + [("nan", ("finish", True))] * ("nan" in f)
             events += [("step", ("step",))] * (self.case.exchanges_per_update > 1)
-            if "leave" in f and len(s.living) > 1 and not any(snapshot.to for snapshot in frozen.snapshots):
+            if "leave" in f and len(s.living) > 1 and not s.leaves:
+                events.append(("tell", ("tell",)))
+            if s.leaves and s.may_leave and not any(snapshot.to for snapshot in frozen.snapshots):
                 events.append(("leave", ("leave",)))
+        if mode is Mode.FOLLOWS:
+            events.append(("follow", ("follow",)))
         if mode is Mode.WAITS:
             events += [("advance", ("advance",)), ("timer", ("timer",))]
+        if mode is Mode.LEFT and s.budget.stop is Stop.NONE and not s.may_leave:
+            events.append(("stay", ("stop", Stop.ALL_LEAVE)))
         if mode is not Mode.LEFT and s.budget.stop is Stop.NONE:
             reasons = (("stop", Stop.BUDGET), ("signal", Stop.SIGNAL))
             events += [(word, ("stop", reason)) for word, reason in reasons if word in f]

@@ -29,7 +29,7 @@ FAULTS = {
     "signal": "a rank is told to end, at any time",
     "timer": "a waiting rank sends again at any time; else only where nothing of its own is on its way",
     "death": "ranks die; what is on its way from them may be lost, what is on its way to them is",
-    "leave": "a rank is told to leave, while another trains; then it dies",
+    "leave": "a rank is told to leave; it dies if another stays that has a model of use",
     "nan": "an update makes a model NaN, while another rank's is not",
     "patience": "a rank's patience ends, at any time",
     "absence": "a rank is stopped for longer than its patience",
@@ -44,7 +44,20 @@ FAULTS = {
 NORMAL = frozenset({"stop", "signal", "timer", "resume"})
 """What costs no model: with nothing else, nobody should need to send again."""
 UNFAIR = frozenset(
-    {"stop", "signal", "death", "leave", "nan", "absence", "late", "garbled", "refused", "duplicate", "false-death"}
+    {
+        "stop",
+        "signal",
+        "death",
+        "tell",
+        "leave",
+        "nan",
+        "absence",
+        "late",
+        "garbled",
+        "refused",
+        "duplicate",
+        "false-death",
+    }
     | {"lose", "depart"}
 )
 """Labels of what need not happen, ever."""
@@ -143,17 +156,10 @@ class World(Tables):
         """Return all that can come next and is not the same."""
         found: list[Successor] = []
         about = [self._about[i] for i in state[: self.n]]
-        last = sum(rank.useful for rank in about) == 1  # whose model alone can still heal others
+        last = self._last_of_use(about)
         for r in range(self.n):
             for word, event in about[r].events:
-                if (
-                    word in ("nan", "absence")
-                    and last
-                    and about[r].useful
-                    and not (word == "absence" and "patience" in self._faults)
-                ):
-                    continue
-                if word == "leave" and not self._may_leave(state, r, last and about[r].useful):
+                if word in ("nan", "absence") and r in last and not (word == "absence" and "patience" in self._faults):
                     continue
                 if word == "timer" and "timer" not in self._faults and not self._is_quiet(state, about, r):
                     continue
@@ -199,7 +205,27 @@ class World(Tables):
             if after != before or step.faults:
                 found.append(Successor((*label, f"choice {choice}") if len(steps) > 1 else label, after, step.faults))
 
-    def _deaths(self, found: list[Successor], state: State, about: list[About], last: bool) -> None:
+    def _last_of_use(self, about: list[About]) -> list[int]:
+        """Return the ranks to which nothing may happen that costs a model: the only one that has a model of use and
+        was not told to leave, or if all were, all."""
+        useful = [r for r in range(self.n) if about[r].useful]
+        stay = [r for r in useful if not about[r].told]
+        return useful if not stay else stay if len(stay) == 1 else []
+
+    def _departs(self, found: list[Successor], state: State, about: list[About], r: int) -> None:
+        """Let a rank that has left go, once all others that live have the news, if it still may."""
+        others = [peer for peer in range(self.n) if peer != r and about[peer].mode is not Mode.DEAD]
+        if not about[r].may_leave or any(state[self._pairs[r, peer] + SMALL] for peer in others):
+            return
+        if any(about[peer].mode is Mode.DEAD for peer in about[r].present):  # what it sent is lost, so it hears of it
+            return
+        kept = any(
+            about[peer].finite and not (about[peer].mode is Mode.LEFT and about[peer].may_leave) for peer in others
+        )
+        faults = () if kept else ("leave: no rank that stays has a model of use",)
+        found.append(Successor(("depart", r), self._die(state, r), faults))
+
+    def _deaths(self, found: list[Successor], state: State, about: list[About], last: list[int]) -> None:
         alive = [r for r in range(self.n) if about[r].mode is not Mode.DEAD]
         for r in alive:
             for peer in about[r].present:
@@ -208,8 +234,8 @@ class World(Tables):
                 elif "false-death" in self._faults and peer != r:
                     self._happens(found, ("false-death", r, peer), state, r, ("notice", peer))
             if about[r].mode is Mode.LEFT:
-                found.append(Successor(("depart", r), self._die(state, r), ()))
-            elif "death" in self._faults and len(alive) > 1 and not (last and about[r].useful):
+                self._departs(found, state, about, r)
+            elif "death" in self._faults and len(alive) > 1 and r not in last:
                 found.append(Successor(("death", r), self._die(state, r), ()))
 
     def _messages(
@@ -259,11 +285,6 @@ class World(Tables):
                 faults.append(f"budget: rank {rank.number} ended at {about.known_steps} steps of {self.case.updates}")
         if faults:
             found.append(Successor(("close",), None, tuple(faults)))
-
-    def _may_leave(self, state: State, r: int, is_last: bool) -> bool:
-        """Another trains, which has a model of use."""
-        others = (self.mode(state, peer) for peer in range(self.n) if peer != r)
-        return not is_last and any(mode in (Mode.UPDATES, Mode.WAITS) for mode in others)
 
     def _is_quiet(self, state: State, about: list[About], r: int) -> bool:
         """Return whether nothing is on its way to or from that rank, and all that it counts on live."""
@@ -339,9 +360,10 @@ class World(Tables):
     def _symmetries(self) -> list[tuple[int, ...]]:
         """Return how ranks may change their numbers without anything being different: around the ring, as all graphs
         are the same from every rank; in the complete graph in any way, if so few that all hear of the end at once. Not
-        by the paired exchange, where the lower of two refuses; nor if messages count everybody's steps."""
+        by the paired exchange, where the lower of two refuses; nor if messages count everybody's steps, or in groups,
+        where the lowest leads."""
         n = self.n
-        if self.case.by_pairs or self.case.updates or self.case.protocol is not make_protocol:
+        if self.case.by_pairs or self.case.updates or self.case.groups or self.case.protocol is not make_protocol:
             return []
         if self.case.topology == "complete" and n <= 3:
             return list(itertools.permutations(range(n)))[1:]

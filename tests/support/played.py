@@ -25,7 +25,8 @@ FRAMES, VECTORS = (np.uint8, (2, 2)), (np.float32, (3,))
 
 
 class Game:
-    """Environments whose every frame is new: each step ends as it is told to ('on', 'life', 'over' or 'limit')."""
+    """Environments whose every frame is new: each step ends as it is told to ('on', 'life', 'over', 'limit' or
+    'fail')."""
 
     def __init__(self, num_envs: int, frame_stack: int, kind: tuple) -> None:
         self.dtype, self.shape = kind
@@ -56,7 +57,7 @@ class Game:
             self.stacks[env].append(self._frame())
             if end == "limit":
                 final.append(self._observation(env))
-            if end in ("over", "limit"):
+            if end in ("over", "limit", "fail"):
                 self._first(env)
         return Step(
             np.stack([self._observation(env) for env in range(len(ends))]),
@@ -65,4 +66,5 @@ class Game:
             np.array([end == "limit" for end in ends]),
             np.array(final, self.dtype).reshape(-1, *self.space.shape),
             [Episode(0.0, 0, env) for env, end in enumerate(ends) if end in ("over", "limit")],
+            np.array([end == "fail" for end in ends]),
         )

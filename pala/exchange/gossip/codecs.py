@@ -60,6 +60,7 @@ class Change(NamedTuple):
 
     part: Part
     values: Tensor  # [K], or [P]
+    exact: Tensor | None = None  # of `_ExactTail`, behind the P that its codec knows
 
 
 class Codec(abc.ABC):
@@ -210,9 +211,15 @@ class Float32(Codec):
 
     def _move(self, parameters: Tensor, mean: Tensor, fraction: float, measure: bool) -> Tensor | None:
         """Move by parameters <- (1 - fraction) parameters + fraction mean; may change `mean`."""
-        distance = (mean - parameters).norm() if measure else None
-        parameters.lerp_(mean, fraction)
-        return distance
+        if not measure:
+            parameters.lerp_(mean, fraction)
+            return None
+        norms, difference = [], None
+        for own, came in in_blocks(parameters, mean):  # new memory for all at once takes longer than the mix
+            difference = torch.empty_like(own) if difference is None else difference[: len(own)]
+            norms.append(torch.sub(came, own, out=difference).norm())
+            own.lerp_(came, fraction)
+        return torch.stack(norms).norm()
 
     def clear(self) -> None:
         self._total_weight = 0.0
@@ -226,14 +233,22 @@ class BFloat16(Float32):
     """
 
     format, dtype = Format.BFLOAT16, torch.bfloat16
+    _spare: Tensor | None = None
+    """Memory of the last difference that was moved by: new memory takes longer to touch than all else here."""
 
     def difference(self, offer: Held, in_place: bool) -> Change:
         """Subtract in float32, exact except for the smallest bits: the offer's place is too small for that."""
         offered = offer.data.view(self.dtype)
-        differences = torch.empty_like(self._staged, dtype=torch.float32)
+        differences, self._spare = self._spare, None
+        if differences is None:
+            differences = torch.empty_like(self._staged, dtype=torch.float32)
         for difference, staged, own in in_blocks(differences, self._staged, offered):
             difference.copy_(staged).sub_(own)
         return Change(None, differences)
+
+    def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
+        super().move(parameters, change, fraction)
+        self._spare = change.values
 
     def _move(self, parameters: Tensor, mean: Tensor, fraction: float, measure: bool) -> Tensor | None:
         norms = []
@@ -399,7 +414,6 @@ class _ExactTail(Codec):
         """`codec`: made for the other parameters."""
         self._codec, self._exact = codec, Float32(parameters[-count:], may_keep_block=False)
         self._first, self._bytes = parameters.numel() - count, 4 * count
-        self._indices = torch.arange(self._first, parameters.numel(), dtype=torch.int32)
         self.whole_every, self.keeps_block = codec.whole_every, codec.keeps_block
         self.sizes = {
             format_: range(of.start + self._bytes, of.stop + self._bytes, of.step)
@@ -440,8 +454,12 @@ class _ExactTail(Codec):
 
     def difference(self, offer: Held, in_place: bool) -> Change:
         exact = self._exact.difference(Held(Format.FLOAT32, offer.data[: self._bytes]), False).values
-        part, values = self._codec.difference(self._without_exact(offer), in_place)
-        return Change(None if part is None else torch.cat([part, self._indices]), torch.cat([values, exact]))
+        return self._codec.difference(self._without_exact(offer), in_place)._replace(exact=exact)
+
+    def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
+        assert change.exact is not None
+        self._codec.move(parameters[: self._first], change, fraction)
+        self._exact.move(parameters[self._first :], Change(None, change.exact), fraction)
 
     def _without_exact(self, held: Held) -> Held:
         return Held(held.format, held.data[self._bytes :])

@@ -246,6 +246,11 @@ class GossipDriver(Receiver):
         with self.lock:
             self.protocol.join(self.state, self.transport.now_s())
 
+    def wish_to_leave(self) -> None:
+        """Ask the others who has a model of use and stays."""
+        with self.lock:
+            self._perform(self.protocol.wish_to_leave(self.state))
+
     def leave(self) -> None:
         """Train no more, and tell the others, who continue."""
         with self.lock:

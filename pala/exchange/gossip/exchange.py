@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pala.exchange.gossip.topology import Peers
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
+_ASK_AGAIN_S = 2.0  # a message may have been damaged
+_LARGE_BYTES = 2**22  # of a message: it takes a millisecond or more to receive and check
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
 
 
@@ -65,8 +67,10 @@ class GossipExchange(ModelExchange):
         self._parameters = parameters
         self._interrupt = interrupt
         self._exchanges_between_steps = settings.exchanges_per_update > 1
+        self._polls_between_steps = False
         self._is_closed = False  # by `average`
         self._stays = False  # it was told to leave, and has told others, but is there at the end
+        self._asks_again_s = 0.0  # who stays, when it was told to leave
         self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
         self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
         codec = make_codec(settings, parameters, num_exact)
@@ -141,10 +145,12 @@ class GossipExchange(ModelExchange):
     def leave(self) -> bool:
         rank, budget = self._comm.rank, self._state.budget
         if budget.stop is Stop.NONE and list(self.living) != [rank]:
-            self._transport.wait_until_sent(self._patience_s, self._interrupt)
+            if not self._is_assured():
+                self._interrupt.leave_requested = True  # tried again after the next update
+                return False
             self.driver.leave()
             self._transport.wait_until_sent(self._patience_s, self._interrupt)
-            if self.living and budget.stop is Stop.NONE:
+            if self._may_leave() and budget.stop is Stop.NONE:
                 log(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
                 return True
             # Training has ended meanwhile, or others were told to leave at the same time and may stay as well:
@@ -155,18 +161,42 @@ class GossipExchange(ModelExchange):
             self.driver.end(Stop.ALL_LEAVE)
         return False
 
+    def _may_leave(self) -> bool:
+        """Return whether another rank, which stays, has a model of use."""
+        return self._state.may_leave
+
+    def _is_assured(self) -> bool:
+        """Return whether this rank may leave, and nothing of its models is on its way; if not, ask who stays."""
+        if self._may_leave():
+            self._transport.wait_until_sent(self._patience_s, self._interrupt)
+            return self._may_leave()
+        if time.monotonic() > self._asks_again_s:
+            self._asks_again_s = time.monotonic() + _ASK_AGAIN_S
+            self.driver.wish_to_leave()
+        return False
+
     def after_update(self, steps: int, healthy: bool) -> bool:
+        return self._finish_update(steps, lambda: healthy)
+
+    def after_unchecked_update(self, steps: int, is_finite: Callable[[], bool]) -> bool:
+        """Do as `after_update`, for a model that nobody has looked at. `is_finite`, which takes a pass over it, is
+        called only if the model may be sent or mixed now; until then it counts as finite."""
+        return self._finish_update(steps, lambda: self.driver.protocol.is_idle(self._state) or is_finite())
+
+    def _finish_update(self, steps: int, is_healthy: Callable[[], bool]) -> bool:
         self._has_updated = True
         mixes = self.driver.counts["mixes"]
-        with self.driver.lock:
+        with self.driver.lock:  # nothing comes between the look and the exchange
+            healthy = is_healthy()
             self.driver.finish_update(steps, healthy)
             if not self.driver.advance():
                 self._wait()
             mixed = self.driver.counts["mixes"] > mixes
-        self._transport.poll()  # off with the model and the credit
+        self._let_messages_move()
         return mixed or healthy
 
     def between_steps(self) -> None:
+        self._polls_between_steps = True
         self._transport.poll()
         if self._exchanges_between_steps and self._has_updated and self.driver.between_steps():
             self._transport.poll()  # off with the answers
@@ -178,7 +208,18 @@ class GossipExchange(ModelExchange):
             budget.add_steps(steps)
             if budget.stop is not Stop.NONE:
                 self.driver.end(budget.stop)
-        self._transport.poll()
+        self._let_messages_move()
+
+    def _let_messages_move(self) -> None:
+        """Send what is to be sent and receive what has come, after an update.
+
+        A large model is left to the transport's thread, so that the learner continues while it comes: a model of 10
+        million parameters takes 10 to 20 ms, the thread's waking up 0.1 ms. Not where the learner polls between the
+        steps of a rollout: most have come by then."""
+        if self.message_bytes < _LARGE_BYTES or self._polls_between_steps:
+            self._transport.poll()
+        else:
+            self._transport.poll_soon()
 
     def average(self, timeout_s: float | None) -> bool:
         """Give all living ranks the average of their models, and let them continue. Collective: returns False if

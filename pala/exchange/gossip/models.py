@@ -19,6 +19,21 @@ from pala.exchange.gossip.driver import Models, Opened
 from pala.exchange.gossip.messages import WITH_MODEL, Kind
 from pala.exchange.wire import Format, Message, Refusal, Wire
 
+_ALIGNMENT = 64  # bytes: a line of the cache, and torch's own
+
+
+def _host_memory(num_bytes: int, pinned: bool) -> Tensor:
+    """Return host memory, uint8 [num_bytes], aligned for every instruction.
+
+    numpy asks for huge pages and torch does not: with them MPI copies a model from rank to rank in two thirds of the
+    time, and new memory takes half as long to touch.
+    """
+    if pinned:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[begin : begin + num_bytes])
+
 
 class SendBuffer:
     """One outgoing model: header and parameters in one block of (pinned) host memory.
@@ -28,7 +43,7 @@ class SendBuffer:
 
     def __init__(self, wire: Wire, codec: Codec, device: torch.device) -> None:
         self._wire, self._codec = wire, codec
-        self._block = torch.empty(wire.most_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._block = _host_memory(wire.most_bytes, pinned=device.type == "cuda")
         self._block[: wire.control_bytes].zero_()  # the gaps of the header travel too
         self.data: np.ndarray = self._block.numpy()  # as many bytes as the message has
         self._format = Format.FLOAT32
@@ -83,10 +98,10 @@ class ReceiveBuffer:
     parameters are on a GPU, whatever device the sender had."""
 
     def __init__(self, wire: Wire, codec: Codec, device: torch.device) -> None:
-        pinned = device.type == "cuda"
+        self._pinned = device.type == "cuda"
         self._control_bytes, self.codec = wire.control_bytes, codec
         blocks = 2 if codec.keeps_block else 1
-        self._blocks = [torch.empty(wire.most_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(blocks)]
+        self._blocks = [_host_memory(wire.most_bytes, self._pinned) for _ in range(blocks)]
 
     @property
     def data(self) -> np.ndarray:
@@ -100,7 +115,7 @@ class ReceiveBuffer:
 
     def give_up_block(self) -> None:
         """Leave the block to the model that is being received into it, which comes too late, and take another."""
-        self._blocks[0] = torch.empty_like(self._blocks[0], pin_memory=self._blocks[0].is_pinned())
+        self._blocks[0] = _host_memory(len(self._blocks[0]), self._pinned)
 
     def check(self, message: Message, num_bytes: int) -> Refusal | None:
         """Refuse what no model can hold in the block's first `num_bytes`, which were decoded to this message."""

@@ -27,7 +27,7 @@ With `exchanges_per_update` above 1 a rank does all three between two steps of a
 not change. It then exchanges a copy that has the moves already, and its driver makes them at the end of the update.
 
 Which offers are refused and why, what can change the sum, and pairs in step (`max_staleness` 0): docs/architecture.md,
-"Mixing". Pure.
+"Pairs". Pure.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ class Paired(GossipProtocol):
         if self.mix_is_due(s):
             actions += self._mix(s, give_credit=True)
         return [*actions, *self._offer(s), GoOn()]
+
+    def is_idle(self, s: GossipState) -> bool:
+        may_go_on = s.has_model and s.staleness < self.rules.max_staleness
+        return may_go_on and self._waits_for_reply(s) and not (s.to_mix or s.answers)
 
     def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
         most = self.rules.exchanges_per_update

@@ -99,7 +99,7 @@ class GossipProtocol(abc.ABC):
         s.owed += [p for p in sorted(s.wants_whole) if p in s.budget.leaders and p not in s.owed]
         s.rounds_due = 1
         s.budget.add_steps(steps)
-        return self._tell_stop(s)
+        return self._assure(s) + self._tell_stop(s)
 
     @abc.abstractmethod
     def advance(self, s: GossipState, now_s: float, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
@@ -108,6 +108,11 @@ class GossipProtocol(abc.ABC):
 
         `can_send`: whether there is memory for a snapshot of the model.
         """
+
+    def is_idle(self, s: GossipState) -> bool:
+        """Return whether an update that finishes now will neither send nor mix this rank's model, if nothing comes
+        meanwhile and no peer falls silent."""
+        return False
 
     def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
         """Do what may be done in the middle of a rollout, whose parameters must not change. Moves are then owed to the
@@ -120,11 +125,15 @@ class GossipProtocol(abc.ABC):
         """Take in a message of `message.sender`. Of a model: `took_s`: seconds until it came; `late`: it took too long,
         and its memory has been given up; `rejected`: it holds what no model may hold."""
         s.budget.merge(message.steps_by_rank, message.stop)
+        if s.leaves:
+            self._note_stayer(s, message)
         if message.kind is Kind.LEAVE:
             s.budget.rank_left(message.sender)
             return self._forget(s, message.sender) + self._tell_stop(s)
         if message.kind is Kind.JOIN:
             self._joined(s, message.sender)
+        if message.kind is Kind.WISH and not s.has_left:
+            s.assures.add(message.sender)
         if s.has_left:
             if message.kind is Kind.MODEL:
                 s.weight = self._mixing.gained(s.weight, message.weight)
@@ -149,9 +158,18 @@ class GossipProtocol(abc.ABC):
         s.asks_again_s = now_s
         s.patience_s = self.rules.patience_s  # it does not know its own pace yet
 
+    def wish_to_leave(self, s: GossipState) -> list[Action]:
+        """Ask the others who has a model of use: only when one has said so, `may_leave` is true. One that takes a place
+        has none yet, nor has one whose own is not finite. May be asked again."""
+        s.leaves = True
+        return [SendControl(self._message(s, Kind.WISH), peer) for peer in s.living if peer != s.rank]
+
     def leave(self, s: GossipState) -> list[Action]:
         """Train no more; the others take over this rank's share of the budget. Nothing of its models should be on the
-        way any more: the news might overtake it."""
+        way any more: the news might overtake it.
+
+        It must not go before all others have the news, and then only if it still `may_leave`. Of ranks that leave in
+        the same moment and count on each other, those whose news comes last find that out, and stay."""
         s.budget.rank_left(s.budget.rank)
         return [SendControl(self._message(s, Kind.LEAVE), peer) for peer in s.budget.present if peer != s.budget.rank]
 
@@ -235,8 +253,25 @@ class GossipProtocol(abc.ABC):
         if s.between_updates and peer not in s.owed:
             s.owed.append(peer)
 
+    def _note_stayer(self, s: GossipState, message: Message) -> None:
+        """Note what the sender says of its model."""
+        if message.kind is Kind.STAY:
+            s.stayers.add(message.sender)
+        elif message.kind in (Kind.ASK_WHOLE, Kind.JOIN):
+            s.stayers.discard(message.sender)
+
+    def _assure(self, s: GossipState) -> list[Action]:
+        """Tell those who were told to leave that this rank has a model of use, if it has: at the end of an update, for
+        only then does it know."""
+        if not s.has_model or s.budget.stop is not Stop.NONE:
+            return []
+        leaving, s.assures = sorted(s.assures), set()
+        return [SendControl(self._message(s, Kind.STAY), peer) for peer in leaving]
+
     def _forget(self, s: GossipState, peer: int) -> list[Action]:
         """Expect nothing of this peer any more, and send it nothing."""
+        s.stayers.discard(peer)
+        s.assures.discard(peer)
         s.lock.release(peer)
         s.silent.discard(peer)
         s.owed = [p for p in s.owed if p != peer]

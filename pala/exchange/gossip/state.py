@@ -121,6 +121,9 @@ class GossipState:
     offer_numbers: dict[int, int] = field(default_factory=dict)  # of the offers to mix, by sender; replies repeat them
     refusing: set[int] = field(default_factory=set)  # peers that have refused this rank's last offer to them
     num_offers: int = 0  # made since the last update ended
+    leaves: bool = False  # as soon as another rank has shown that it has a model of use
+    stayers: set[int] = field(default_factory=set)  # those that have
+    assures: set[int] = field(default_factory=set)  # ranks that were told to leave, and wait for this one's reply
 
     @property
     def rank(self) -> int:
@@ -146,6 +149,11 @@ class GossipState:
     def has_model(self) -> bool:
         """False of a rank whose own model is of no use: not finite, or as old as the time that it was away."""
         return self.healthy and not self.returning
+
+    @property
+    def may_leave(self) -> bool:
+        """True of a rank that was told to leave, and does not take the last model of use along."""
+        return not self.stayers.isdisjoint(self.living)
 
     def kept(self) -> ExchangeState:
         """Return what a checkpoint keeps of it."""

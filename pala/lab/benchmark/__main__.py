@@ -55,7 +55,7 @@ class Command:
 
     preset: Annotated[Path | None, tyro.conf.Positional] = None
     """TOML file with settings, or the name of one of configs/; the options below win over it. Otherwise the defaults:
-    Pong as GALA."""
+    Pong."""
     ranks: tuple[int, ...] = ()
     """Numbers of ranks, each a job of its own. Default: 1, 2, 4, … up to the cores that may be used, and those."""
     rounds: int = 5

@@ -39,6 +39,7 @@ from pala.networks.optimisers import clip_gradient_, rmsprop_
 from pala.run.agent import Agent, ExchangeT
 from pala.run.loop import Loop
 from pala.run.metrics import SECTIONS, Record
+from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
 
@@ -89,14 +90,14 @@ class ContinuedEnvs(Envs):
 
     def begin_anew(self, seeds: np.ndarray) -> None:
         """Begin new games in the environments themselves; the next run begins with them."""
-        self.observations = self.real.reset(seeds)  # the newest
+        self.observations, self.action_masks = self.real.reset(seeds), self.real.action_masks  # the newest
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         return self.observations
 
     def step(self, actions: np.ndarray) -> Step:
         step = self.real.step(actions)
-        self.observations = step.observations
+        self.observations, self.action_masks = step.observations, self.real.action_masks
         if self._sleep_per_cpu_s > 0:
             cpu_s, self._cpu_s = self._cpu_s, time.process_time()
             time.sleep(self._sleep_per_cpu_s * (self._cpu_s - cpu_s))
@@ -119,6 +120,8 @@ class ContinuedEnvs(Envs):
 
 def environment_us(envs: ContinuedEnvs, agent: A2CAgent | GorilaAgent, seconds: float) -> float:
     """Return microseconds a step of the environments alone, with random actions."""
+    if envs.action_masks is not None:
+        raise PalaError("The environment gives action masks, but the benchmark plays any actions; take another.")
     distribution = agent.network.distribution
     generator = torch.Generator(agent.device)
     envs.forget_durations()

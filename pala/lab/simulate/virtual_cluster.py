@@ -220,10 +220,21 @@ class VirtualCluster(VirtualNetwork):
         self._advance(rank)
 
     def _let_go(self, rank: Rank) -> None:
-        if rank.number not in self.dead:
+        """Let a rank leave if another still has a model of use, as `GossipExchange.leave` does."""
+        if rank.number in self.dead:
+            return
+        if rank.state.may_leave or rank.state.budget.stop is not Stop.NONE:
             rank.driver.leave()
             rank.ended = True
-            self._at(self.now + self.scenario.control_s[1], self.die, rank.number)
+            self._at(self.now + self.scenario.control_s[1], self._go, rank)  # when all have the news
+        else:
+            self._start_update(rank)
+
+    def _go(self, rank: Rank) -> None:
+        if rank.state.may_leave:
+            self.die(rank.number)
+        elif rank.number not in self.dead:  # all that it counted on are gone as well
+            rank.driver.end(Stop.ALL_LEAVE)
 
     def _advance(self, rank: Rank) -> None:
         models, mixes = rank.models, rank.models.mixes
@@ -242,11 +253,21 @@ class VirtualCluster(VirtualNetwork):
         models.faults.clear()
         if rank.state.budget.stop is not Stop.NONE:
             rank.ended, self.ended_s = True, self.now
-        elif self.now >= self.scenario.leaves.get(rank.number, math.inf) and len(rank.state.living) > 1:
+        elif self._is_told(rank) and self._may_leave(rank):
             longest_s = self.scenario.model_s[1] + self.scenario.control_s[1]
             self._at(self.now + longest_s, self._let_go, rank)  # when all that it has sent has come
         else:
             self._start_update(rank)
+
+    def _is_told(self, rank: Rank) -> bool:
+        """Return whether this rank was told to leave, and others train."""
+        return self.now >= self.scenario.leaves.get(rank.number, math.inf) and len(rank.state.living) > 1
+
+    def _may_leave(self, rank: Rank) -> bool:
+        """Return whether another has a model of use; if not, ask again."""
+        if not rank.state.may_leave:
+            rank.driver.wish_to_leave()
+        return rank.state.may_leave
 
     def _wake(self, rank: Rank) -> None:
         rank.wake_set = False
@@ -303,7 +324,7 @@ class VirtualCluster(VirtualNetwork):
             if kind is Kind.OFFER and self._has_open_offer(pair[0]):
                 self.violations.append(f"at {self.now} s rank {pair[0]} made a second offer")
             self._not_taken_in[pair] = self.now
-        elif kind is not Kind.STOP:
+        elif kind in (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE, Kind.LEAVE, Kind.JOIN):
             self._not_taken_in.pop(pair[::-1], None)
         if kind is Kind.ANSWER:
             self._owe(on_its_way)

@@ -1,0 +1,392 @@
+"""Environments that break Gymnasium's interface, raise, die or do not answer: named, made anew, and in no value."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from pala.config import EnvConfig
+from pala.envs import processes as processes_module
+from pala.envs.vector import Envs, Step, make_envs
+from pala.system.errors import PalaError
+from support.failing import (
+    Hanging,
+    Killed,
+    Lengthy,
+    OfADict,
+    OfBytes,
+    OtherKeys,
+    Plain,
+    Raising,
+    ResetsAlone,
+    ResetsBySeed,
+    WithoutInfo,
+    like_step,
+    with_value,
+)
+from support.learning import ENVS, STEPS, Clock, Run, configured
+
+KINDS = pytest.mark.parametrize("vectorization", ["sync", "async"])
+SEEDS = np.array([5, 6], np.int32)
+
+
+FAULTS = [
+    (ResetsAlone, r"'reset' of .* expected the arguments 'seed' and 'options', but got a method with \(\) in Reset"),
+    (
+        ResetsBySeed,
+        r"'reset' of .* expected the arguments .* a method with \(seed=None\) in ResetsBySeed. Define it as",
+    ),
+    (WithoutInfo, "'reset' of .* expected an info that is a dict, but got None. Without infos return {}"),
+    (Lengthy, r"'reset' of .* expected an observation of shape \(2,\) and type float32, .* of shape \(3,\)"),
+    (OfBytes, r"'reset' of .* of shape \(2,\) and type uint8, but got .* type int64.*astype\(np.uint8\)"),
+    (OfADict, r"'reset' of .* expected an observation\['a'\] in Discrete\(3\), but got 3 \(of type int\)"),
+    (OtherKeys, r"'reset' of .* with the keys \['a', 'b'\], but got \['a'\]"),
+    (like_step(lambda v: (v[0], v[1], v[2], v[4])), "'step' of .* truncated, info.*, but got 4 values.*for Gym before"),
+    (like_step(list), r"'step' of .* expected \(observation, reward, .* but got \[.*of type list"),
+    (
+        with_value(1, np.array([1.0])),
+        r"expected a reward that is one number, .* shape \(1,\).*Return `float\(reward\)`",
+    ),
+    (with_value(1, "1"), "expected a reward that is one number, but got '1' .of type str"),
+    (with_value(1, None), "expected a reward that is one number, but got None"),
+    (with_value(2, np.array([True])), r"expected a 'terminated' that is True or False, .* Return `bool\(terminated\)`"),
+    (with_value(2, None), "expected a 'terminated' that is True or False, but got None"),
+    (with_value(3, "no"), "expected a 'truncated' that is True or False, but got 'no' .of type str"),
+    (with_value(4, None), "'step' of .* expected an info that is a dict, but got None"),
+    (with_value(0, np.zeros(3, np.float32)), r"'step' of .* of shape \(2,\) .* but got .* of shape \(3,\)"),
+    (with_value(0, None), r"'step' of .* an observation of shape \(2,\) and type float32, but got None"),
+]
+
+
+def play(envs: Envs, steps: int) -> list[Step]:
+    envs.reset(SEEDS[: envs.num_envs])
+    return [envs.step(np.zeros(envs.num_envs, np.int64)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize(("make_env", "sentence"), FAULTS)
+@pytest.mark.parametrize("wrap", [lambda env: env, gymnasium.wrappers.PassiveEnvChecker])
+def test_a_fault_in_the_first_reset_or_step_is_told(make_env, sentence, wrap):
+    with (
+        pytest.raises(
+            PalaError, match=f"of the environment '{make_env.__name__}' breaks Gymnasium's interface: "
+        ) as told,
+        make_envs(EnvConfig(num_envs=2), make_env=lambda: wrap(make_env())) as envs,
+    ):
+        play(envs, 1)
+    assert told.match(sentence)
+
+
+@pytest.mark.parametrize(("make_env", "sentence"), [FAULTS[0], FAULTS[12]])
+def test_processes_tell_the_same(make_env, sentence, capfd):
+    with (
+        pytest.raises(PalaError, match=sentence),
+        make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=make_env) as envs,
+    ):
+        play(envs, 1)
+    assert not capfd.readouterr().err and not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    "make_env",
+    [
+        with_value(0, [1.0, 2.0]),
+        with_value(0, np.zeros(2)),
+        with_value(0, np.zeros(2, np.int64)),
+        with_value(1, np.float32(1)),
+        with_value(1, np.array(1.0)),
+        with_value(1, 1),
+        with_value(1, torch.tensor(1.0)),
+        with_value(2, np.False_),
+        with_value(2, 0),
+        with_value(3, np.array(False)),
+    ],
+)
+def test_what_comes_to_the_same_is_taken(make_env):
+    with make_envs(EnvConfig(num_envs=2), make_env=make_env) as envs:
+        for step in play(envs, 3):
+            assert step.rewards.tolist() == [1, 1] and not (step.terminated | step.failed).any()
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def failing(at: int, how: Any) -> Callable[[], Plain]:
+    """Makes Plains of which the second fails in its step `at`; what takes its place does not. `how` raises, or gives
+    the values that are returned."""
+
+    class Failing(Plain):
+        is_bad = False
+
+        def step(self, action):
+            values = super().step(action)
+            if self.is_bad and at == self.steps:
+                return how(self, list(values))
+            return values
+
+    made = []
+
+    def make() -> Plain:
+        env = Failing()
+        made.append(env)
+        env.is_bad = len(made) == 2
+        return env
+
+    return make
+
+
+def raises(env: Plain, values: list) -> Any:
+    raise ConnectionError("the simulator is gone")
+
+
+def exits(env: Plain, values: list) -> Any:
+    raise SystemExit(3)
+
+
+def gives(index: int, value: Any) -> Callable[[Plain, list], Any]:
+    return lambda env, values: (*values[:index], value, *values[index + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (raises, r"'step' raised ConnectionError: the simulator is gone \(.*test_env_failures.py, line \d+\)"),
+        (exits, "'step' raised SystemExit: 3"),
+        (gives(1, math.nan), "'step' returned a reward that is not finite: nan"),
+        (gives(1, -math.inf), "'step' returned a reward that is not finite: -inf"),
+        (gives(0, np.array([0, np.nan], np.float32)), "'step' returned an observation that is not finite"),
+        (gives(0, np.zeros(3, np.float32)), r"expected an observation of shape \(2,\) and type float32, but got"),
+        (gives(1, None), "expected a reward that is one number, but got None"),
+        (lambda env, values: tuple(values[:4]), "but got 4 values"),
+    ],
+)
+def test_a_step_in_which_an_environment_fails_ends_nothing_and_its_episode_is_left_out(how, text, capsys):
+    """The second of two environments fails in its third step; its next episodes are whole again."""
+    with make_envs(EnvConfig(num_envs=2), make_env=failing(3, how)) as envs:
+        steps = play(envs, 8)
+        assert envs.num_failures == 1
+    assert [step.failed.tolist() for step in steps] == [[False, k == 2] for k in range(8)]
+    bad = steps[2]
+    assert bad.rewards.tolist() == [1, 0] and not (bad.terminated | bad.truncated).any()
+    assert bad.observations[1].tolist() == [0, 0]  # the first of a new one
+    assert [step.terminated.tolist() for step in steps] == [[k in (3, 7), k == 6] for k in range(8)]
+    episodes = [(k, episode.env_index, episode.episode_return) for k in range(8) for episode in steps[k].episodes]
+    assert episodes == [(3, 0, 4), (6, 1, 4), (7, 0, 4)]
+    said = capsys.readouterr().err
+    assert "Environment 1 ('Failing') has failed: " in said and "It is made anew" in said
+    assert re.search(text, said)
+
+
+@pytest.mark.parametrize(
+    ("make_env", "text"),
+    [
+        (Killed, "its process has ended (signal 9)"),
+        (Hanging, "it has not answered for 1.5 s"),
+        (Raising, "'step' raised ConnectionError: the simulator is gone"),
+    ],
+)
+def test_an_environment_whose_process_fails_is_made_anew(make_env, text, capfd, monkeypatch):
+    """It is killed, does not answer, or raises: each once beside one that plays on."""
+    with make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=make_env) as envs:
+        envs.reset(SEEDS)
+        processes_module._limit_waits(envs.vector_env.pipes[1], 1.5)
+        monkeypatch.setattr(processes_module, "_ANSWER_S", 1.5 if make_env is Hanging else 300.0)
+        steps = [envs.step(np.array([0, 0])) for _ in range(2)]
+        monkeypatch.setattr(processes_module, "_limit_waits", lambda pipe, seconds: None)
+        before = envs.vector_env.processes[1].pid
+        steps.append(envs.step(np.array([0, 1])))
+        assert (envs.vector_env.processes[1].pid == before) == (make_env is Raising)
+        steps += [envs.step(np.array([0, 0])) for _ in range(5)]
+    assert [step.failed.tolist() for step in steps] == [[False, k == 2] for k in range(8)]
+    assert steps[2].observations.tolist() == [[3, 3], [0, 0]]
+    assert steps[2].rewards.tolist() == [1, 0] and not steps[2].terminated.any()
+    episodes = [(k, episode.env_index, episode.episode_return) for k in range(8) for episode in steps[k].episodes]
+    assert episodes == [(3, 0, 4), (6, 1, 4), (7, 0, 4)]
+    said = capfd.readouterr().err
+    assert text in said and said.count("Traceback") == (make_env is Raising) and said.count("\n") < 15
+    assert not multiprocessing.active_children()
+
+
+@KINDS
+def test_more_failures_in_a_row_than_restarts_end_the_rank(vectorization, capfd):
+    with (
+        pytest.raises(
+            PalaError, match=r"'Raising' has failed 3 times without a whole .* 'env.restarts' is 2; the last"
+        ),
+        make_envs(EnvConfig(num_envs=1, restarts=2, vectorization=vectorization), make_env=Raising) as envs,
+    ):
+        envs.reset(SEEDS[:1])
+        for _ in range(4):  # of the two that may be, one comes after a whole episode: they begin anew
+            for action in (0, 1, 0, 0, 0, 0):
+                assert envs.step(np.array([action])).failed[0] == action
+        for _ in range(2):
+            assert envs.step(np.array([1])).failed[0]
+        envs.step(np.array([1]))
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 1 and said.count("It is made anew") == 3  # of the 1st, 2nd and 4th
+    assert not multiprocessing.active_children()
+
+
+def test_deaths_in_a_row_end_the_rank(capfd):
+    with (
+        pytest.raises(
+            PalaError, match=r"'Killed' has failed 3 times .*; the last time its process has ended \(signal 9"
+        ),
+        make_envs(EnvConfig(num_envs=1, restarts=2, vectorization="async"), make_env=Killed) as envs,
+    ):
+        envs.reset(SEEDS[:1])
+        for each in (0, 1, 0, 1, 1):
+            envs.step(np.array([each]))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@KINDS
+def test_a_reset_that_fails_after_an_episode_leaves_the_episode_whole(vectorization):
+    class Once(Plain):
+        def reset(self, *, seed=None, options=None):
+            if self.total == 4:
+                raise ConnectionError
+            return super().reset(seed=seed)
+
+    with make_envs(EnvConfig(num_envs=1, vectorization=vectorization), make_env=Once) as envs:
+        steps = play(envs, 6)
+        assert envs.num_failures == 1
+    assert not any(step.failed.any() for step in steps)
+    assert steps[3].terminated[0] and steps[3].episodes[0].episode_return == 4
+    assert steps[3].observations.tolist() == [[0, 0]] and steps[4].observations.tolist() == [[1, 1]]
+
+
+def test_an_environment_that_takes_another_s_place_plays_other_episodes_and_a_repeatable_one():
+    class Random(Raising):
+        def look(self):
+            return np.array([self.steps, self.np_random.random()], np.float32)
+
+    def observations() -> np.ndarray:
+        with make_envs(EnvConfig(num_envs=2), make_env=Random) as envs:
+            first = envs.reset(SEEDS)
+            return np.stack([first, *(envs.step(np.array([0, k == 1])).observations for k in range(6))])
+
+    first = observations()
+    np.testing.assert_array_equal(first, observations())
+    assert first[2, 1, 0] == 0 and first[2, 1, 1] != first[0, 1, 1]
+
+
+def test_failures_end_before_the_environments_are_all_closed():
+    """Each that failed is closed before another takes its place, and none is kept."""
+
+    class Closing(Raising):
+        open = 0
+
+        def __init__(self):
+            type(self).open += 1
+
+        def close(self):
+            type(self).open -= 1
+            raise OSError("cannot be closed either")
+
+    with make_envs(EnvConfig(num_envs=2, restarts=10), make_env=Closing) as envs:
+        envs.reset(SEEDS)
+        for _ in range(5):
+            assert envs.step(np.array([0, 1])).failed.tolist() == [False, True]
+            assert Closing.open == 2
+
+
+def test_games_of_atari_are_made_anew_together(monkeypatch):
+    config = EnvConfig("ALE/Pong-v5", num_envs=2, restarts=1)
+    with make_envs(config) as envs:
+        first = envs.reset(SEEDS)
+
+        def fails(actions: np.ndarray) -> Any:
+            raise RuntimeError("the emulator is gone")
+
+        played = [envs.step(np.zeros(2, np.int64)) for _ in range(3)]
+        monkeypatch.setattr(envs.vector_env, "step", fails)
+        bad = envs.step(np.zeros(2, np.int64))
+        assert bad.failed.all() and not (bad.terminated | bad.truncated).any() and not bad.episodes
+        assert not bad.observations[:, :3].any() and bad.observations.shape == first.shape
+        assert not any(step.failed.any() for step in played)
+        assert not envs.step(np.zeros(2, np.int64)).failed.any()
+        monkeypatch.setattr(envs.vector_env, "step", fails)
+        with pytest.raises(
+            PalaError, match=r"'ALE/Pong-v5' has failed 2 times .* 'env.restarts' is 1; .* emulator is go"
+        ):
+            envs.step(np.zeros(2, np.int64))
+
+
+# ---- what the learner makes of it ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
+def test_advantages_around_a_failure_are_those_of_a_cut_before_its_step(gae_lambda):
+    """Environment 1 fails in its third step (in the first rollout). What was before is bootstrapped by V of the
+    observation that the step began with, the step itself has no advantage, and what follows knows nothing of it."""
+    made = []
+
+    class FailsOnce(Clock):
+        limit = 100
+
+        def __init__(self):
+            made.append(self)
+            self.is_bad = len(made) == 2
+
+        def step(self, action):
+            if self.is_bad and self.steps == 2:
+                raise ConnectionError
+            return super().step(action)
+
+    config = configured(2 * ENVS * STEPS, gae_lambda=gae_lambda)
+    run = Run(config, make_env=FailsOnce)
+    run.go()
+    (rollout, bootstrap_B, *_), gamma = run.updates[0], config.a2c.gamma
+    from pala.a2c.update import advantages_and_returns
+
+    rewards, ended = torch.stack(rollout.rewards), torch.stack(rollout.ended)
+    values = torch.stack(rollout.values)
+    got, returns = advantages_and_returns(rewards, ended, values, bootstrap_B, gamma, gae_lambda)
+    assert ended.tolist() == [[0, 0], [0, 0], [0, 1], [0, 0], [0, 0]]
+
+    def slow(pieces: list[tuple[int, int, torch.Tensor]]) -> list[float]:
+        """Advantages of steps `begin` to `end`, of reward 1 each, that the value after them bootstraps."""
+        advantages = []
+        for begin, end, value_after in pieces:
+            after = [*(float(values[t, 1]) for t in range(begin + 1, end)), float(value_after)]
+            deltas = [1 + gamma * after[t - begin] - float(values[t, 1]) for t in range(begin, end)]
+            advantages += [
+                sum((gamma * gae_lambda) ** (s - t) * deltas[s - begin] for s in range(t, end))
+                for t in range(begin, end)
+            ]
+        return advantages
+
+    expected = slow([(0, 2, values[2, 1])])
+    torch.testing.assert_close(got[:2, 1], torch.tensor(expected))
+    assert got[2, 1] == 0 and returns[2, 1] == values[2, 1]
+    torch.testing.assert_close(got[3:, 1], torch.tensor(slow([(3, 5, bootstrap_B[1])])))
+    assert sum(record["env_failures"] for record in run.of_type("interval")) == 1
+
+
+def test_a_failure_is_in_no_episode_of_the_metrics():
+    class FailsInTheFifthStep(Clock):
+        """Pays 1 a step for 3 steps; each new one fails in its fifth step, the second of its second episode."""
+
+        count = 0
+
+        def step(self, action):
+            self.count += 1
+            if self.count == 5:
+                raise ConnectionError
+            return super().step(action)
+
+    config = configured(20 * ENVS * STEPS)
+    run = Run(replace(config, env=replace(config.env, restarts=1)), make_env=FailsInTheFifthStep)
+    run.go()
+    episodes = run.of_type("episode")
+    assert len(episodes) > 20 and {(e["return"], e["length_steps"]) for e in episodes} == {(3, 3)}
+    assert sum(record["env_failures"] for record in run.of_type("interval")) == 2 * (100 // 5)

@@ -1,0 +1,158 @@
+"""Every order of events inside groups of two and three ranks, and some in larger ones; planted bugs are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from explorer.groups import Case, Member, Phase, explore, walk
+from pala.exchange.budget import Stop
+from support.helpers import slow_but_for
+
+ALL = frozenset({"death", "leave", "signal", "callback"})
+
+
+def case(members: int, updates: int, faults: str = "", most: int = 1, hears: str = "", **options: Any) -> Case:
+    return Case(members, updates, frozenset(faults.split()), most, frozenset(hears.split()), **options)
+
+
+# ---- planted bugs ----------------------------------------------------------------------------------------------------
+
+
+class LeadsWhileALowerLives(Member):
+    @property
+    def _leads(self) -> bool:
+        return True
+
+
+class DecidesBeforeAllHaveArrived(Member):
+    def waits_for_decision(self) -> Phase:
+        self._memory.has_arrived = lambda rank, update: True  # type: ignore[method-assign]
+        return super().waits_for_decision()
+
+
+class LeavesTheSlicesOfTheDead(Member):
+    def _is_reduced(self) -> bool:
+        return all(self._memory.is_reduced(rank, self._update) for rank in self._members)
+
+
+class CopiesTheMeanTooEarly(Member):
+    def waits_for_mean(self) -> Phase:
+        return Phase.UPDATES
+
+
+class TakesNoModel(Member):
+    def _take_published(self, healthy: bool) -> bool:
+        self._is_leading = True
+        return super()._take_published(healthy)
+
+
+class CountsWhatItHears(Member):
+    @property
+    def global_steps(self) -> int:
+        return self._state.budget.global_steps
+
+
+class KnowsBetterWhoLives(Member):
+    @property
+    def num_learners(self) -> int:
+        return len(self._state.living)
+
+
+class PublishesOnceMore(Member):
+    def _is_published(self, healthy: bool) -> bool:
+        if self._leads:
+            self._gossip(healthy)
+            return True
+        return super()._is_published(healthy)
+
+
+class WaitsForWhoLeft(Member):
+    def _is_gone(self, rank: int) -> bool:
+        return rank not in self._state.budget.present
+
+
+class EndsWhenItHears(Member):
+    @property
+    def stop(self) -> Stop:
+        return self._state.budget.stop
+
+
+class EndsWithoutAWord(Member):
+    def _arrive_at_end(self) -> None:
+        self._update += 1
+
+    def stop_now(self, reason: Stop) -> None:
+        self._memory.end = lambda reason: None  # type: ignore[method-assign]
+        super().stop_now(reason)
+
+
+class ArrivesForItself(Member):
+    def _arrive(self, gradient: Tensor) -> None:
+        super()._arrive(gradient)
+        if self._leads:
+            self._decide(self._update, [self._comm.rank], Stop.NONE)
+
+
+BUGS: list[tuple[type[Member], str, Case]] = [
+    (LeadsWhileALowerLives, "two leaders", case(2, 1)),
+    (DecidesBeforeAllHaveArrived, "a mean of", case(2, 1)),
+    (LeavesTheSlicesOfTheDead, "deadlock", case(2, 1, "death")),
+    (CopiesTheMeanTooEarly, "a mean of", case(2, 1)),
+    (TakesNoModel, "has the model", case(2, 1)),
+    (CountsWhatItHears, "makes update", case(2, 1, hears="news")),
+    (KnowsBetterWhoLives, "makes update", case(3, 1, "death")),
+    (PublishesOnceMore, "has the model", case(3, 1, "death")),
+    (WaitsForWhoLeft, "deadlock", case(2, 2, "leave")),
+    (EndsWhenItHears, "deadlock", case(2, 2, hears="stop")),
+    (EndsWithoutAWord, "deadlock", case(2, 1, "callback")),
+    (ArrivesForItself, "taken it for dead", case(2, 1)),
+]
+
+
+@pytest.mark.parametrize(("bug", "symptom", "where"), BUGS)
+def test_a_planted_bug_is_found(bug: type[Member], symptom: str, where: Case) -> None:
+    found = explore(Case(where.members, where.updates, where.faults, where.most_faults, where.hears, bug)).violations
+    assert found and symptom in found[0].what and found[0].trace, found
+
+
+def test_a_trace_is_told_in_words() -> None:
+    (found,) = explore(case(2, 1, "death", member=LeavesTheSlicesOfTheDead)).violations
+    assert found.what == "deadlock: ranks [0] wait for ever"
+    assert "1 dies" in found.trace and "0 hears that 1 is dead" in found.trace
+
+
+# ---- what holds ------------------------------------------------------------------------------------------------------
+
+
+CASES = [
+    case(2, 3, hears="news"),
+    case(2, 2, "death leave", most=2),
+    case(2, 2, "signal callback", hears="stop"),
+    case(3, 1, "death"),
+    case(3, 1, "death", most=2),
+    case(3, 1, "death", hears="news"),
+    case(3, 2, "death"),
+    case(3, 2, "leave"),
+    case(3, 1, "death signal", most=2),
+    case(2, 2, " ".join(ALL), most=2, hears="stop"),
+]
+
+
+@pytest.mark.parametrize("what", slow_but_for(CASES, *CASES[:4]))
+def test_a_group_holds(what: Case) -> None:
+    found = explore(what)
+    assert found.finished and not found.violations, "\n".join(map(str, found.violations))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_larger_groups_hold_on_random_runs(block: int) -> None:
+    """Of three to six members, of which one at least stays."""
+    for seed in range(50 * block, 50 * block + 50):
+        size = 3 + seed % 4
+        hears = "news stop" if seed % 3 == 0 else "news"
+        faults = "death leave signal callback" if seed % 2 else "death leave"
+        end = walk(case(size, 4, faults, size - 1, hears), seed)
+        assert all(rank.phase in (Phase.ENDED, Phase.LEFT, Phase.DEAD) for rank in end.ranks)
