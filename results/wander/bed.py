@@ -8,8 +8,8 @@ Each rank is 4 times slower in spells of 20 updates of its own fast speed on ave
 drawn from the seed, the same for all methods. Time is virtual: a fast rank's update takes 1 (0.95 to 1.05), a model is
 under way for 0.05. Synchronous A2C waits for its slowest rank at each update; with `backup` it drops the latest ranks,
 in the number that gives most steps in this scenario, as backup workers do (Chen et al. 2016, arXiv 1604.00981): what a
-dropped rank has played is lost. All have the default setting but `allreduce_plain`, which has 1.4e-3 without momentum and bias correction:
-on MinAtar one or the other was synchronous A2C's best.
+dropped rank has played is lost. All have the default setting but `allreduce_plain`, which has 1.4e-3 without momentum
+and bias correction: on MinAtar one or the other was synchronous A2C's best.
 """
 
 from __future__ import annotations
