@@ -2,9 +2,9 @@
 
     python -m pip install -c constraints.txt -e '.[docs]'
     mkdocs build --strict                     # into site/; mkdocs serve shows it while you write
-    python docs/mkdocs_hooks.py               # writes the tables of docs/metrics.md anew from pala/run/metric_table.py
+    python docs/mkdocs_hooks.py               # writes docs/options.md, and the tables of docs/metrics.md and presets.md
 
-Nothing is fetched from the network. The reference pages are made at each build and lie nowhere else.
+Nothing is fetched from the network. The pages below `reference/` are made at each build and lie nowhere else.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import inspect
 import json
 import posixpath
 import re
+import types
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pala
-from pala.config import Config, facts_of
+from pala.config import Config, facts_of, load_preset, presets, to_table
 from pala.config.facts import Facts
 from pala.run.metric_table import METRICS, Metric
+from pala.system.tables import flatten
 
 _NO_UNIT = "\N{EN DASH}"
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -44,16 +46,15 @@ TABLES = {  # what docs/metrics.md shows where
 def configuration() -> str:
     """Return the page of all keys of a preset and of the command line: type, default, range, meaning."""
     sections = [
-        "# Configuration",
-        "Every key of a preset (TOML). On the command line a key is an option, `a2c.learning_rate` is "
-        "`--a2c.learning-rate`. Names in brackets are sources: they are explained at the end.",
-        "A preset may have three more keys. `base` is another preset, by name or path, over whose settings it lies. "
-        '`game` is an Atari game, such as `"SpaceInvaders"`, in place of `env.id`. `ranks` is the number of ranks that '
-        "its learning rate is for.",
+        "# All options",
+        "Every key of a preset (TOML). On the command line a key is an option: `a2c.learning_rate` is "
+        "`--a2c.learning-rate`. Names in brackets are sources, which stand at the end.",
+        "A preset may have two more keys. `base` is another preset, by name or path, over whose settings it lies. "
+        '`game` is an Atari game, such as `"SpaceInvaders"`, in place of `env.id`.',
         *_section(Config, Config(), ""),
         "## Sources\n\n" + str(inspect.getdoc(importlib.import_module("pala.config.schema"))).partition("Sources: ")[2],
     ]
-    return "\n\n".join(sections) + "\n"
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", "\n\n".join(sections)) + "\n"
 
 
 def _section(cls: Any, default: Any, prefix: str) -> Iterator[str]:
@@ -116,6 +117,8 @@ def _type(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         inner = typing.get_args(hint)
         return f"list of {inner[0].__name__}" if inner[-1] is Ellipsis else f"list of {len(inner)} {inner[0].__name__}s"
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(map(_type, typing.get_args(hint)))
     return getattr(hint, "__name__", str(hint))
 
 
@@ -153,7 +156,7 @@ def _place_of(name: str) -> str:
     return f"{module}.{own_name}" if module and own_name else f"pala.{name}"
 
 
-GENERATED = {"reference/configuration.md": configuration, "reference/metrics.md": metrics, "reference/api.md": api}
+GENERATED = {"reference/metrics.md": metrics, "reference/api.md": api}
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -186,6 +189,31 @@ def _metrics_table(name: str) -> str:
 
     header = ("key", "unit", *(["role"] if name == "gorila" else []), "meaning")
     return _table(header, [row(m) for m in METRICS if TABLES[name](m)])
+
+
+# ---- the table of docs/presets.md ------------------------------------------------------------------------------------
+
+
+def with_presets(page: str) -> str:
+    """docs/presets.md with its table of settings, between two comments, made anew."""
+    made = f"<!-- settings: configs/ -->\n\n{_presets_table()}\n\n<!-- end -->"
+    return re.sub(r"<!-- settings: configs/ -->.*?<!-- end -->", lambda _: made, page, flags=re.DOTALL)
+
+
+def _presets_table() -> str:
+    """Return what each preset, or the first of a family, sets otherwise than the defaults; a game is left out."""
+    rows = []
+    for file in sorted(presets.FOLDER.glob("*.toml")):
+        games = presets.read(file).get("games", [])
+        members = [name for name in presets.names(file.stem) or presets.names() if name.startswith(f"{file.stem}/")]
+        name = members[0] if members else "pong" if games else file.stem
+        settings, defaults = (flatten(to_table(config)) for config in (load_preset(name), Config()))
+        others = [
+            f"`{key} = {_toml(value)}`" for key, value in settings.items() if value != defaults[key] and key != "env.id"
+        ]
+        shown = f"{file.stem}/…" if members else "pong and five more" if games else file.stem
+        rows.append((f"`{shown}`" if " " not in shown else shown, ", ".join(others) or "the defaults"))
+    return _table(("presets", "settings that are not the defaults"), rows)
 
 
 # ---- the repository's other pages, and links -------------------------------------------------------------------------
@@ -239,5 +267,7 @@ def with_links(markdown: str, uri: str) -> str:
 
 
 if __name__ == "__main__":
-    target = REPOSITORY / "docs" / "metrics.md"
-    target.write_text(with_tables(target.read_text()))
+    docs = REPOSITORY / "docs"
+    (docs / "options.md").write_text(configuration())
+    (docs / "metrics.md").write_text(with_tables((docs / "metrics.md").read_text()))
+    (docs / "presets.md").write_text(with_presets((docs / "presets.md").read_text()))

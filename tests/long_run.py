@@ -5,7 +5,7 @@ Starts a training run in FOLDER and disturbs it until it is complete: ranks are 
 now and then one is killed, and now and then all of them; on virtual hosts (root) the last host's link is cut and
 mended. When half of the ranks are left, or none, the run is ended and resumed with all. Writes what was done
 (`faults.jsonl`) and, every few seconds, what each rank, spares with them, holds of memory, files and threads
-(`samples.jsonl`). Not a test: docs/reliability.md says how it came out.
+(`samples.jsonl`). Not a test: results/reliability/README.md says how it came out.
 """
 
 from __future__ import annotations

@@ -154,15 +154,25 @@ def test_keys_that_the_pages_name_are_of_the_configuration(page: Path) -> None:
     assert (options | named) - KEYS - OTHERS == set()
 
 
-def test_tests_that_the_table_of_faults_names_exist() -> None:
-    names = {
-        name for page in (REPOSITORY / "tests").glob("*.py") for name in re.findall(r"def (test_\w+)", page.read_text())
-    }
-    rows = re.findall(r"^\|.*\|$", (REPOSITORY / "docs/reliability.md").read_text().split("## Faults")[1], re.MULTILINE)
-    for row in rows[2:]:
-        for name in re.findall(r"`([\w.]+)`", row.rstrip("|").rpartition("|")[2]):
-            file = REPOSITORY / "tests" / name
-            assert file.exists() if name.endswith(".py") else any(name in test for test in names), name
+def rows_of_faults(page: str) -> list[list[str]]:
+    """Return the cells of each row of the page's tables whose last column names tests."""
+    tables = re.findall(r"^\|.*\| shown by \|\n\|[-|]+\n((?:\|.*\n)+)", (REPOSITORY / "docs" / page).read_text(), re.M)
+    return [row.strip("|").split("|") for table in tables for row in table.splitlines()]
+
+
+@pytest.mark.parametrize(("page", "least"), [("faults.md", 60), ("gorila_reference.md", 10)])
+def test_tests_that_the_tables_of_faults_name_exist(page: str, least: int) -> None:
+    files = [file.read_text() for file in (REPOSITORY / "tests").glob("*.py")]
+    names = {name for text in files for name in re.findall(r"def (test_\w+)", text)}
+    rows = rows_of_faults(page)
+    assert len([row for row in rows if "`" in row[-1]]) >= least
+    for name in (name for row in rows for name in re.findall(r"`([\w.]+)`", row[-1])):
+        file = REPOSITORY / "tests" / name
+        assert file.exists() if name.endswith(".py") else any(name in test for test in names), name
+
+
+def test_cells_of_the_table_of_faults_are_short() -> None:
+    assert [cell for row in rows_of_faults("faults.md") for cell in row if len(cell.split()) > 25] == []
 
 
 @pytest.mark.slow

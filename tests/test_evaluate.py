@@ -21,11 +21,11 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AsyncVectorEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pala
 from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, to_table
+from pala.envs.processes import EnvProcesses
 from pala.envs.vector import Envs, Episode, Step, make_envs
 from pala.evaluation import evaluate as program
 from pala.evaluation.policy import Actor, load_policy, policy_of
@@ -441,7 +441,7 @@ def test_an_evaluation_that_is_interrupted_leaves_no_process(tmp_path: Path, mon
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(AsyncVectorEnv, "step_wait", interrupted)
+    monkeypatch.setattr(EnvProcesses, "_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(run, 2, 2, Acting())
     assert not multiprocessing.active_children()

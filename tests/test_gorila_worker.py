@@ -23,7 +23,7 @@ from support.gorila_ranks import Rank, make_ranks, play_steps
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 SPACE, ACTIONS, STEPS = Box(0, 255, (1, 36, 36), np.uint8), Discrete(3), 30
 CONFIG = Config(
-    algorithm="gorila", env=EnvConfig(num_envs=2), network=NetworkConfig((4, 4, 4), conv_hidden=8),
+    algorithm="gorila", env=EnvConfig(num_envs=2), network=NetworkConfig((4, 4, 4), conv_hidden=8, precision="float32"),
     gorila=GorilaConfig(
         num_shards=2, replay_capacity_steps=200, min_replay_steps=10, minibatch_size=5, update_period_steps=1,
         target_period_updates=15, epsilon_first=0.1,

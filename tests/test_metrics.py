@@ -308,12 +308,14 @@ def test_figures_say_how_the_run_goes(run):
     }
 
 
-def test_updates_that_were_skipped_are_shown(run):
-    write(run, EXAMPLE | {"updates_skipped": 2}, rank=0)
-    write(run, EXAMPLE | {"updates_skipped": 1}, rank=1)
+def test_updates_that_were_skipped_and_failures_of_environments_are_shown(run):
+    write(run, EXAMPLE | {"updates_skipped": 2, "env_failures": 1}, rank=0)
+    write(run, EXAMPLE | {"updates_skipped": 1, "env_failures": 4}, rank=1)
     console_figures = Figures(RunView(run, ranks=2), budget_steps=4_000_000)
     console_figures.refresh(global_steps=400_000)
-    assert console_figures.texts()["learning"] == "entropy 1.500, value loss 0.7500, 3 updates skipped"
+    shown = console_figures.texts()
+    assert shown["learning"] == "entropy 1.500, value loss 0.7500, 3 updates skipped"
+    assert shown["return"] == "- (mean of the last 100 of 0 episodes), 5 failures of environments"
 
 
 def test_figures_of_nothing_are_dashes(run):

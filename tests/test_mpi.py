@@ -65,10 +65,8 @@ def test_plain_python_without_mpirun(any_mpi: Launcher, tmp_path: Path) -> None:
     assert "completed after" in done.stdout
 
 
-@pytest.mark.slow
-def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) -> None:
-    """Either of the two, on which no MPI has an influence."""
-    faults = {"openmpi": "raise RuntimeError('the planted fault')", "mpich": "sys.exit('the planted fault')"}
+def train_with_a_fault(mpi: Launcher, fault: str, folder: Path) -> Job:
+    """Train on two ranks; an environment of rank 1 does `fault` in its 500th step."""
     source = (
         "import sys, pala.train as cli, pala.envs.vector, gymnasium\n"
         "from mpi4py import MPI\n"
@@ -77,14 +75,29 @@ def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) ->
         "    def step(self, action):\n"
         "        self.steps += 1\n"
         "        if MPI.COMM_WORLD.rank == 1 and self.steps == 500:\n"
-        f"            {faults[mpi.name]}\n"
+        f"            {fault}\n"
         "        return super().step(action)\n"
         "make = gymnasium.make\n"
         "gymnasium.make = lambda *a, **k: Env(make(*a, **k))\n"
         f"sys.argv[1:] = {[*CARTPOLE, '--total-steps', '10000000']!r}\n"
         "cli.main()\n"
     )
-    job = mpi.script(2, source, tmp_path)
+    return mpi.script(2, source, folder)
+
+
+@pytest.mark.slow
+def test_an_exception_that_is_no_error_ends_the_job_too(mpi: Launcher, tmp_path: Path) -> None:
+    """As asyncio.CancelledError: it passes whoever catches errors, and at exit MPI would wait for the other rank."""
+    job = train_with_a_fault(mpi, "raise BaseException('the planted fault')", tmp_path)
+    assert job.status != 0 and "pala: rank 1 failed" in job.output and "the planted fault" in job.output, job.output
+    assert_all_end(tmp_path)
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) -> None:
+    """Either of the two, on which no MPI has an influence."""
+    faults = {"openmpi": "raise RuntimeError('the planted fault')", "mpich": "sys.exit('the planted fault')"}
+    job = train_with_a_fault(mpi, faults[mpi.name], tmp_path)
     assert job.status != 0
     assert "[rank 1] The environment 'CartPole-v1' has failed 4 times" in job.output, job.output
     assert job.output.count("Traceback") == 1 and "RuntimeError: the planted fault (" in job.output

@@ -20,7 +20,8 @@ UNREACHABLE = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https
 
 
 def test_every_key_of_the_configuration_is_told_with_its_default_and_meaning() -> None:
-    page = mkdocs_hooks.configuration()
+    page = (REPOSITORY / "docs" / "options.md").read_text()
+    assert page == mkdocs_hooks.configuration(), "python docs/mkdocs_hooks.py writes it anew"
     rows = {line.split("`")[1]: line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| `")}
     assert list(rows) and set(rows) == set(keys(Config)) == set(flatten(to_table(Config())))
     assert all(len(cells) >= 5 and cells[-1].strip() for cells in rows.values())
@@ -44,6 +45,12 @@ def test_the_tables_of_the_metrics_page_are_those_of_the_code() -> None:
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     assert page.count("<!-- end -->") == len(mkdocs_hooks.TABLES)
     assert mkdocs_hooks.with_tables(page) == page, "python docs/mkdocs_hooks.py writes them anew"
+
+
+def test_the_table_of_presets_is_that_of_their_files() -> None:
+    page = (REPOSITORY / "docs" / "presets.md").read_text()
+    assert mkdocs_hooks.with_presets(page) == page, "python docs/mkdocs_hooks.py writes it anew"
+    assert "| `gala/…` | `total_steps = 40000000`, " in page and "`quickstart`" in page
 
 
 def test_links_lead_to_where_pages_are_on_the_site() -> None:
@@ -70,7 +77,7 @@ def test_the_site_is_built_without_a_network(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
     assert {"index.html", "compare.html", "contributing.html", "results/pong/compare.html"} <= set(pages)
-    assert all(f"<code>{key}</code>" in pages["reference/configuration.html"] for key in keys(Config))
+    assert all(f"<code>{key}</code>" in pages["options.html"] for key in keys(Config))
     assert all(f"<code>{metric.name}</code>" in pages["reference/metrics.html"] for metric in METRICS)
     assert all(name in pages["reference/api.html"] for name in pala.__all__)
     assert (tmp_path / "results" / "pong" / "learning_curves.png").exists()

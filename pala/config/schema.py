@@ -41,8 +41,8 @@ class EnvConfig:
     a script calls `pala.fit` or `pala.evaluate_policy` below `if __name__ == "__main__":`, because each process
     imports the script."""
     restarts: int = setting(3, between=(0, 1e6), decides="nothing", changes="nothing")
-    """Failures of one environment in a row, without a whole episode in between, after which it is made anew; the next
-    one ends the rank (docs/environments.md)."""
+    """Failures of one environment in a row, without a whole episode in between, after which a new one takes its place;
+    the next one ends the rank (docs/failing_environments.md)."""
     clip_rewards: Literal["auto", "sign", "none"] = setting("auto", changes="view")
     """Rewards that the learner sees: the sign of each [DQN] or the reward itself. `auto`: sign for Atari, none for
     others. Reported returns are never clipped."""
@@ -61,7 +61,7 @@ class EnvConfig:
     noop_max: int = setting(30, between=(0, 1e6), games="atari", evaluation_may_differ=True)
     """Atari: an episode begins with up to this many no-ops [DQN]."""
     fire_on_reset: bool = setting(True, games="atari")
-    """Atari: an episode begins with FIRE in games that need it. After a lost life nobody presses it."""
+    """Atari: an episode begins with FIRE in games that need it. After a lost life it is not pressed."""
     repeat_action_probability: float = setting(0.0, between=(0, 1), games="atari", evaluation_may_differ=True)
     """Atari: probability that the emulator repeats the last action ("sticky actions"). [GALA: 0]."""
     full_action_space: bool = setting(False, games="atari")
@@ -69,8 +69,8 @@ class EnvConfig:
     max_episode_frames: int = setting(108_000, between=(1, 1e9), games="atari", evaluation_may_differ=True)
     """Atari: emulator frames after which an episode is truncated; 30 minutes of play are usual today."""
     max_episode_steps: int = setting(0, between=(0, 1e12), games="others")
-    """Other than Atari: steps after which an episode is truncated, if it has not ended before; 0: never. Of episodes
-    without an end there is no return."""
+    """Other than Atari: steps after which an episode is truncated; 0: the environment alone ends it. Returns are of
+    episodes that end."""
 
     @property
     def short_id(self) -> str:
@@ -133,7 +133,7 @@ class A2CConfig:
     """A rank's first updates, over which the rate rises in equal steps. A spare that takes a place and a rank that was
     poisoned begin so, too. 0: none [GALA]. Ours (results/mixing/)."""
     momentum: float = setting(0.5, between=(0, 0.999))
-    """Quasi-global momentum (arXiv 2102.04761): beside its own step a rank moves by this multiple of the running mean
+    """Quasi-global momentum (arXiv 2102.04761): a rank moves by its own step and by this multiple of the running mean
     of its model's moves, exchange included. The mean of the models goes 1 / (1 - momentum) times as far; the noise of a
     rank's own step grows hardly at all. 0 turns it off. With models that are under way for several updates 0.75 learns
     badly, or nothing. Ours (results/mixing/)."""
@@ -189,8 +189,8 @@ class ExchangeConfig:
     """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
     [GALA] calls it sync_freq: 100 million, never, in its example."""
     patience_s: float = setting(5.0, between=(0.5, 1e6), kinds=("gossip",))
-    """Seconds after which a rank continues without a model that does not come, and leaves out a peer that does not
-    answer, until it does; never less than five of the rank's own updates. Ours."""
+    """Seconds after which a rank continues without a model that it waits for, and leaves out a silent peer until that
+    answers; at least five of the rank's own updates. Ours."""
     compression: CompressionName = setting("none", kinds=("gossip",))
     """The part of a model that is sent, for slow links. `none`: all, float32 [GALA, PALA]. `bfloat16`: all, rounded,
     half the bytes (ours). `top_k`: what changed most since it was last sent (parallel Sarsa, Grounds & Kudenko)."""
@@ -238,7 +238,7 @@ class GorilaConfig:
     """Steps over all ranks before learning begins [DQN]; each replay waits for its own share of them."""
     save_replay: bool = False
     """Write the replay, too, when the run ends or is stopped. Without that, as after a job that died, a resumed run
-    fills it anew before it learns on. Ours."""
+    fills it again before it learns on. Ours."""
     minibatch_size: int = setting(32, between=(1, 1e6))
     """Transitions sampled for one gradient [DQN]."""
     update_period_steps: int = setting(4, between=(1, 1e9))
@@ -308,7 +308,7 @@ class RunConfig:
     place. With `exchange.kind` `gossip` or Gorila, and where a job outlives its ranks (docs/reliability.md)."""
     start_timeout_s: float = setting(300.0, between=(1, 1e6))
     """Seconds in which all ranks must have come up, or `launch/supervise.py` ends the job: a rank that ends before MPI
-    has begun leaves the others waiting for ever. A cold file system of a cluster takes minutes."""
+    has begun leaves the others waiting. A cold file system of a cluster takes minutes."""
     log_interval_s: float = setting(5.0, between=(0.1, 86400))
     """Seconds between two records of the metrics, and two lines in a log file."""
     tensorboard: bool = True

@@ -21,7 +21,7 @@ import mpi4py
 
 from pala.run.provenance import installed_versions
 from pala.system.errors import PalaError
-from pala.system.jobs import run_job
+from pala.system.jobs import environment_of_jobs, run_job
 from pala.system.launcher import Launch, launcher_process
 from pala.system.resources import available_memory_bytes, most_cores, physical_cores
 
@@ -339,11 +339,14 @@ def try_mpirun(mpirun: str) -> Trial:
 
 
 def _attempt(*words: str) -> tuple[str, str]:
-    """Run a job. Returns what it said, and why it failed; empty if it did not."""
+    """Run a job as somebody who types mpirun would, without what PALA gives its own jobs. Returns what it said, and why
+    it failed; empty if it did not."""
+    added = environment_of_jobs().keys() - os.environ.keys()
+    plain = ["env", *(word for name in sorted(added) for word in ("-u", name))]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         try:
-            run_job(list(words), log, _TRIAL_S)
+            run_job([*plain, *words], log, _TRIAL_S)
             fault = ""
         except (PalaError, OSError) as error:
             fault = str(error).replace(f" ('{log}')", "")  # it will not be there

@@ -51,12 +51,10 @@ def program() -> Iterator[MpiCommunicator]:
         if comm.rank == 0:
             log(f"pala: error: {error}")
         sys.exit(2)
-    except (Exception, KeyboardInterrupt) as error:
-        abort(comm, error)
-    except SystemExit as error:
-        if "pala.run.agent" not in sys.modules:  # `--help`, on all ranks
+    except BaseException as error:
+        if isinstance(error, SystemExit) and "pala.run.agent" not in sys.modules:  # `--help`, on all ranks
             raise
-        abort(comm, error)  # of the user's code, on this rank: the others would wait for it
+        abort(comm, error)  # of the user's code, say, on this rank: the others would wait for it
 
 
 @contextmanager

@@ -55,7 +55,7 @@ METRICS = (
         "that ended and have no record: of more than 1,000 in an interval an even sample is kept",
     ),
     Metric("env_failures", "interval", _ALL, "", "one rank", "",
-        "times that one of its environments failed and was made anew (`env.restarts`); the episodes are left out",
+        "times that one of its environments failed and was made again (`env.restarts`); the episodes are left out",
     ),
     Metric("local_steps_per_s", "interval", _ALL, "", "one rank", "steps/s",
         "speed of this rank; the sum over ranks is the speed of the job",
@@ -85,7 +85,7 @@ METRICS = (
         "`consensus_distance` divided by the L2 norm of this rank's parameters",
     ),
     Metric("own_movement", "interval", ACTOR_CRITIC, "", "one rank", "",
-        "sketch (32 sums) of this rank's own steps; with `movement`, over all ranks, it gives *progress kept*: "
+        "sketch (32 sums) of this rank's own steps. With `movement`, over all ranks, it gives *progress kept*, "
         "the share of the ranks' own steps that the mean of their models moves by (`pala/a2c/movement.py`)",
     ),
     Metric("movement", "interval", ACTOR_CRITIC, "", "one rank", "",

@@ -86,6 +86,8 @@ def measure(comm: Any, threads: int, options: argparse.Namespace) -> list[dict[s
         for name in list(trials)[:: -1 if number % 2 else 1]:
             of_round[name] = train(name, speeds[name] * options.seconds, options.seconds)
             speeds[name] = speed(of_round[name])
+            if comm.rank == 0:
+                print(f"round {number + 1}, {name}: {speeds[name]:,.0f} steps/s", flush=True)
         rounds.append(of_round)
     envs.close()
     return rounds

@@ -87,7 +87,7 @@ def exchange(compression: str, passes: Passes) -> None:
         passes.time("copy and check", lambda: there.receive(here))
         there.models.add(1.0)
         there.models.fill_answer(there.snapshot, there.message(Kind.ANSWER), 0)
-        name, measure = ("move to an offer", False) if number % 3 else ("the same, and measure", True)
+        name, measure = ("move to an offer", False) if number % 3 else ("move to an offer, and measure", True)
         passes.time(name, lambda measure=measure: there.models.pull(0.5, measure))
         here.receive(there, here.snapshot)
         passes.time("keep an answer's difference", lambda: here.models.keep(here.snapshot))

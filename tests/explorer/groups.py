@@ -248,10 +248,10 @@ class Member(GroupedGossip):
         self._num_published = self.driver.num_mixes
         self._memory.announced, self._memory.acts = [], []
 
-    # ---- what a rank does up to its next wait or announcement ------------------------------------------------------
+    # ---- what a rank does up to its next wait or announcement: training's loop, in steps ----------------------------
 
     def plays(self) -> Phase:
-        if self._interrupt.signal is not None and not self._all_end:
+        if self._interrupt.signal is not None:
             self.stop_now(Stop.SIGNAL)
         if self.stop is Stop.NONE:
             self.gradient[:] = self.brings(self._comm.rank, self._update + 1)
@@ -285,9 +285,8 @@ class Member(GroupedGossip):
         if len(self._members) > 1:
             self.gradient.copy_(self._memory.mean)
         self._parameters += self.gradient
-        self.made_with = (
-            tuple(self.gradient.tolist()), tuple(self._members), self.num_learners, self.num_models, self.global_steps
-        )  # fmt: skip
+        learners = self.num_learners, self.num_models, self.global_steps
+        self.made_with = (tuple(self.gradient.tolist()), tuple(self._members), learners)
         self._count(1)
         return Phase.WAITS_FOR_MODEL
 
@@ -511,11 +510,12 @@ def explore(case: Case, most_states: int = 10**6) -> Explored:
 
 
 def _trace(came_by: Sequence[tuple[int, str]], k: int, last: str) -> tuple[str, ...]:
-    steps = [last] * bool(last)
+    """Return how state k was come to, and what happened last, if something did."""
+    steps = []
     while k > 0:
         k, label = came_by[k]
         steps.append(label)
-    return tuple(steps[::-1]) if not last else (*steps[:0:-1], last)
+    return (*reversed(steps), *[last] * bool(last))
 
 
 def walk(case: Case, seed: int, late: float = 0.95) -> State:

@@ -55,7 +55,7 @@ class Job:
         return self.process.returncode if self.outlived is None else self.outlived
 
     def wait(self, timeout_s: float = 420) -> Job:
-        """Until it has ended. An mpirun that hangs when all its ranks have ended (docs/reliability.md: Open MPI 5.0.11)
+        """Until it has ended. An mpirun that hangs when all its ranks have ended (docs/faults.md: Open MPI 5.0.11)
         is killed, with a warning. What its runs' records say decides its status, as by a supervisor, which ends such an
         mpirun after `LINGER_S`."""
         deadline, was_alone = time.monotonic() + timeout_s, False

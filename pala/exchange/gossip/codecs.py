@@ -214,9 +214,10 @@ class Float32(Codec):
         if not measure:
             parameters.lerp_(mean, fraction)
             return None
-        norms = []
-        for own, came in in_blocks(parameters, mean):  # all at once would need new memory for a whole model
-            norms.append((came - own).norm())
+        norms, difference = [], None
+        for own, came in in_blocks(parameters, mean):  # new memory for all at once takes longer than the mix
+            difference = torch.empty_like(own) if difference is None else difference[: len(own)]
+            norms.append(torch.sub(came, own, out=difference).norm())
             own.lerp_(came, fraction)
         return torch.stack(norms).norm()
 
