@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pala.job.request import Request, Result
     from pala.networks.own import MakeNetwork
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Config",
     "Gossip",
