@@ -14,6 +14,7 @@ interrupted.
     python results/mixing/minatar_bed.py in_step        pairs that go in step, with either clipping
     python results/mixing/minatar_bed.py held_out       each method's best setting on a game that chose none of them
     python results/mixing/minatar_bed.py start          the first updates: bias-corrected mean squares, a warm-up
+    python results/mixing/minatar_bed.py default        the default of 2 and 4 ranks: clipping, exchanges an update
     python results/mixing/minatar_bed.py groups         groups of ranks that average their gradients and gossip as one
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the tables of it.
@@ -38,7 +39,7 @@ from pala.system.resources import prepare
 FOLDER = Path(__file__).resolve().parent
 STAGES = (
     "sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays", "clipping", "in_step",
-    "held_out", "groups", "start",
+    "held_out", "groups", "start", "default",
 )  # fmt: skip
 SWEPT = ("breakout", "space_invaders")  # settings are chosen on these
 GAMES = (*SWEPT, "asterix", "freeway")
@@ -194,7 +195,7 @@ def correct_bias() -> None:
     plain = Learner._learning_rate
 
     def corrected(learner: Any) -> float:
-        updates = learner.counters.updates - learner._a2c.warms_up_from + 1
+        updates = learner.counters.updates - learner._a2c.kept.warms_up_from + 1
         return plain(learner) * math.sqrt(1 - learner._config.a2c.rmsprop_alpha**updates)
 
     Learner._learning_rate = corrected
@@ -282,6 +283,7 @@ _STARTS = (  # ranks, environments of each, setting, starts
     (4, 16, Setting("paired", 2, 0.5, 0.8), ("bias", "warm-up 50")),
     (2, 16, Setting("paired", 1, 0.5, 0.8), ("bias", "warm-up 200")),
 )
+_DEFAULT = {2: Setting("paired", 1, 0.5, 0.8), 4: Setting("paired", 2, 0.5, 0.8)}  # by ranks
 _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8))  # each method's best of 16 ranks
 
 
@@ -321,6 +323,13 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
             _job(game, n, setting, seed)._replace(envs=envs, start=start)
             for seed, (n, envs, setting, starts), game in trials
             for start in starts
+        ]
+    if stage == "default":
+        variants = itertools.product(("own", "mean"), (1, 4))
+        trials = itertools.product(range(1, seeds + 1), _DEFAULT.items(), variants, games)
+        return [
+            _job(game, n, setting, seed)._replace(clipping=clipping, exchanges=exchanges, start="bias")
+            for seed, (n, setting), (clipping, exchanges), game in trials
         ]
     if stage == "groups":
         return [job for seed in fresh for game in games for job in _jobs_of_groups(game, seed)]
