@@ -208,7 +208,7 @@ def test_each_training_starts_alike() -> None:
 
 
 def test_ranks_that_no_exchange_is_left_to_are_told_why() -> None:
-    config = Config(env=EnvConfig("CartPole-v1", num_envs=2), exchange=ExchangeConfig(mixing="paired"))
+    config = Config(env=EnvConfig("CartPole-v1", num_envs=2), exchange=ExchangeConfig(compression="bfloat16"))
     request = JobRequest(2, ("allreduce",), ("float32",), 1, 0.1, 1.0, to_table(config), "result")
     for error in run_ranks(2, lambda comm: Rounds(comm, request, config, threads=1)):
         assert isinstance(error, CollectiveError)

@@ -688,7 +688,7 @@ def test_a_method_has_one_colour_in_all_comparisons(there: Path) -> None:
     paired = '[variants.{}]\nexchange.mixing = "paired"\na2c.momentum = {}\na2c.learning_rate = {}\n'
     several = paired.format("m", 0.5, 1e-3) + paired.format("p", 0, 1e-3) + paired.format("slower", 0.5, 7e-4)
     looks = []
-    for variants in (allreduce, "[variants.uniform]\n" + several + allreduce):
+    for variants in (allreduce, '[variants.uniform]\nexchange.mixing = "uniform"\n' + several + allreduce):
         plan = plan_of(PRESET.partition("[variants.gossip]")[0].replace("[1, 2]", "[2]", 1) + variants)
         plant(plan, dict.fromkeys(plan.preset.variants, (90.0, 80.0)))
         looks.append(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]).looks)

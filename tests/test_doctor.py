@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -542,10 +543,12 @@ def test_a_mixed_job_is_named_in_one_sentence(launched_by: str, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_ranks_without_a_pmi_are_named_once(any_mpi: Launcher, tmp_path: Path) -> None:
-    """As under `srun --mpi=none`."""
+    """As under `srun --mpi=none`, whose tasks have a process `slurmstepd` above them."""
+    task_manager = shutil.copy("/bin/sh", tmp_path / "slurmstepd")
     jobs = [
         any_mpi.start_command(
-            [str(any_mpi.folder / "python"), "-m", "pala.doctor"], cwd=tmp_path,
+            [task_manager, "-c", '"$@"; exit $?', "sh", str(any_mpi.folder / "python"), "-m", "pala.doctor"],
+            cwd=tmp_path,
             env={"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(task)},
         )
         for task in range(2)

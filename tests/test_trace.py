@@ -160,7 +160,7 @@ def test_a_spare_that_takes_a_place_has_one_by_the_time_of_day(tmp_path: Path) -
     assert ranks[1].error_s == 0 and ranks[2].error_s is None
     assert "rank 2 by the time of day" in summary(timeline)
     assert names_of(ranks[2]).keys() >= {"environment", "update"}
-    assert any({arrow.sender, arrow.receiver} == {1, 2} and arrow.name == "MODEL" for arrow in timeline.arrows)
+    assert any({arrow.sender, arrow.receiver} == {1, 2} and arrow.name == "ANSWER" for arrow in timeline.arrows)
 
 
 def test_a_resumed_run_has_a_timeline_of_each_start(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ Pair = tuple[int, int]
 MODEL_BYTES = 4 * 865_413  # GALA's network with 4 actions, in float32
 MOST_PAIRS = 256
 _SMALL_BYTES = 8
+_TAG = 5  # a receipt of any tag would take what a roll call has sent (`comm/roll_call.py`)
 _SMALL_TRIPS = 50
 _MODEL_TRIPS = 3
 
@@ -81,10 +82,10 @@ def _round_trip_s(comm: MpiCommunicator, pair: Pair, num_bytes: int, trips: int)
     for _ in range(1 + trips):
         begin_s = time.perf_counter()
         if comm.rank == first:
-            comm.mpi.Send(data, second)
-            comm.mpi.Recv(data, second)
+            comm.mpi.Send(data, second, _TAG)
+            comm.mpi.Recv(data, second, _TAG)
         else:
-            comm.mpi.Recv(data, first)
-            comm.mpi.Send(data, first)
+            comm.mpi.Recv(data, first, _TAG)
+            comm.mpi.Send(data, first, _TAG)
         durations_s.append(time.perf_counter() - begin_s)
     return statistics.median(durations_s[1:])

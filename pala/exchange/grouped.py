@@ -121,9 +121,12 @@ class GroupedGossip(GossipExchange):
         return goes
 
     def _may_leave(self) -> bool:
-        """Return whether another rank has a model of use: one of its group has the same."""
-        others = set(self._members) - {self._comm.rank}
-        return any(not self._is_gone(rank) for rank in others) or super()._may_leave()
+        """Return whether another rank, which stays, has a model of use. Where all ranks are one group, those that are
+        not gone have the same."""
+        others = [rank for rank in self._members if rank != self._comm.rank and not self._is_gone(rank)]
+        if len(others) + 1 == len(self.living):
+            return bool(others)
+        return super()._may_leave()
 
     def between_steps(self) -> None:
         if self._is_leading:
