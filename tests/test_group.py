@@ -191,7 +191,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"compression": "bfloat16", "mixing": "paired"},
     {"compression": "top_k"},
     {"mixing": "paired", "exchanges_per_update": 3},
-    {"max_staleness": 0},
+    {"mixing": "uniform", "max_staleness": 0},
     {"topology": "complete", "mixing": "uniform"},
 ]
 

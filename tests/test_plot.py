@@ -182,7 +182,7 @@ def test_labels(tmp_path: Path) -> None:
         return list(_grouped(runs, "preset" if group_by == "preset" else "none"))
 
     faster = replace(CONFIG, a2c=A2CConfig(learning_rate=1e-3))
-    assert labels(CONFIG, faster) == ["learning rate 0.0007", "learning rate 0.001"]
+    assert labels(CONFIG, faster) == ["learning rate auto", "learning rate 0.001"]
     assert labels(CONFIG, replace(CONFIG, exchange=NONE)) == ["exchange gossip", "exchange none"]
     assert labels(CONFIG, replace(CONFIG, seed=2), group_by="none") == ["seed 1", "seed 2"]
     assert labels(CONFIG, CONFIG, group_by="none") == ["run-0", "run-1"]

@@ -27,7 +27,7 @@ from pala.system.errors import PalaError
 from support.memory_jobs import configure, run_rank, run_ranks
 
 CPU = torch.device("cpu")
-SMALL = NetworkConfig((4, 8, 4), 8, (8,), "float32")
+SMALL = NetworkConfig((4, 8, 4), 8, (8,), precision="float32")
 
 
 class Odd(gymnasium.Env):

@@ -98,14 +98,14 @@ def assert_flows_match(events: list[Event]) -> int:
 
 # ---- trainings -------------------------------------------------------------------------------------------------------
 
-KINDS = ["gossip", "paired", "allreduce", "shared_memory", "none", "gorila"]
+KINDS = ["uniform", "paired", "allreduce", "shared_memory", "none", "gorila"]
 
 
-@pytest.mark.parametrize("kind", slow_but_for(KINDS, "gossip", "gorila"))
+@pytest.mark.parametrize("kind", slow_but_for(KINDS, "uniform", "gorila"))
 def test_a_training_has_a_timeline_of_each_rank(kind: str, tmp_path: Path) -> None:
     config = gorila(tmp_path) if kind == "gorila" else configure(tmp_path, kind)
-    if kind == "paired":
-        config = configure(tmp_path, "gossip", mixing="paired")
+    if kind in ("uniform", "paired"):
+        config = configure(tmp_path, "gossip", mixing=kind)
     _, timeline = trained(2, config)
     assert [rank.rank for rank in timeline.ranks] == [0, 1]
     for rank in timeline.ranks:
@@ -113,7 +113,7 @@ def test_a_training_has_a_timeline_of_each_rank(kind: str, tmp_path: Path) -> No
         assert rank.error_s == 0, "threads have one clock"
     events = chrome(timeline, tmp_path)
     assert_slices_lie_in_each_other_or_apart(events)
-    messages = {"gossip": "MODEL", "paired": "OFFER", "gorila": "PARAMETERS"}
+    messages = {"uniform": "MODEL", "paired": "OFFER", "gorila": "PARAMETERS"}
     assert (assert_flows_match(events) > 0) == (kind in messages)
     assert messages.get(kind) in {None, *(arrow.name for arrow in timeline.arrows)}
     assert all(arrow.sent_s <= arrow.received_s for arrow in timeline.arrows)
@@ -137,7 +137,7 @@ def test_a_message_that_is_refused_is_marked(tmp_path: Path) -> None:
 
 
 def test_a_message_that_is_lost_has_no_arrow(tmp_path: Path) -> None:
-    _, timeline = trained(2, configure(tmp_path), drop(0, 1, n=3))
+    _, timeline = trained(2, configure(tmp_path, "gossip", mixing="uniform"), drop(0, 1, n=3))
     sent = names_of(timeline.ranks[0], SENT)["MODEL"]
     came = [arrow for arrow in timeline.arrows if (arrow.name, arrow.sender) == ("MODEL", 0)]
     assert len(came) == sent - 1 == names_of(timeline.ranks[1], RECEIVED)["MODEL"]
@@ -190,9 +190,12 @@ def test_without_it_there_is_no_file_and_nothing_is_loaded(tmp_path: Path) -> No
     assert not list(tmp_path.rglob("*trace*"))
 
 
+UNIFORM = ("--exchange.mixing", "uniform")
+
+
 @pytest.mark.mpi
 def test_messages_of_real_ranks_come_after_they_were_sent(any_mpi: Launcher, tmp_path: Path) -> None:
-    job = any_mpi.train(2, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", "--run.trace", cwd=tmp_path)
+    job = any_mpi.train(2, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", "--run.trace", *UNIFORM, cwd=tmp_path)
     assert job.status == 0 and "timeline: `pala trace runs/r` makes it" in job.output, job.output
     timeline = read(tmp_path / "runs/r")
     assert [rank.error_s for rank in timeline.ranks] == [0, 0] and len({rank.host for rank in timeline.ranks}) == 1

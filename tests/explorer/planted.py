@@ -270,7 +270,7 @@ class RefusesWhoRefuses(Paired):
         return s.rank < sender and sender in s.offers and sender not in s.silent
 
 
-class WaitsForTheAnswerOfWhoLeft(Paired):
+class WaitsForTheAnswerOfWhoIsGone(Paired):
     def _forget(self, s, peer):
         return []
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pala.config import Config, to_table
+from pala.config import Config, ExchangeConfig, NetworkConfig, to_table
 from pala.run.metrics import SECTIONS
 
 SPEEDS = {"none": (1000.0, 1200.0, 1100.0), "gossip": (950.0, 1100.0, 990.0)}  # of a rank, in three rounds
+
+CONFIG = Config(network=NetworkConfig(precision="float32"), exchange=ExchangeConfig(mixing="uniform"))
 
 
 def canned_job(ranks: int = 2, speeds: dict[str, tuple[float, ...]] = SPEEDS) -> dict[str, Any]:
@@ -44,7 +46,8 @@ def canned_job(ranks: int = 2, speeds: dict[str, tuple[float, ...]] = SPEEDS) ->
 
 def canned(*jobs: dict[str, Any]) -> dict[str, Any]:
     return {
-        "jobs": list(jobs), "config": to_table(Config()), "machine": {"cpu": "Some CPU", "cores": 2, "host": "h"},
+        "jobs": list(jobs), "config": to_table(CONFIG),
+        "machine": {"cpu": "Some CPU", "cores": 2, "host": "h"},
         "options": {"rounds": 3, "seconds": 5.0}, "date": "2026-01-01", "git_commit": "abc", "git_dirty": True,
         "command": "python -m pala.benchmark",
         "protocol_us": {"2": 27.31, "64": 28.5}, "protocol_in_jobs_of_8_us": {"64": 29.75},
