@@ -19,7 +19,7 @@ import mpi4py
 
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
 from pala.system.interrupt import Interrupt
-from pala.system.launcher import Launch, left_over, rank_above, speaks
+from pala.system.launcher import Launch, can_survive, left_over, rank_above, speaks
 from pala.system.output import log
 from pala.system.waiting import wait_asleep
 
@@ -135,8 +135,11 @@ def _finalize_at_exit() -> None:
     from mpi4py import MPI
 
     from pala.comm.mpi import MpiCommunicator
+    from pala.comm.roll_call import take_rest
 
     if not MPI.Is_finalized() and not _had_spares and MpiCommunicator(MPI.COMM_WORLD).num_dead == 0:
+        if not can_survive():
+            take_rest(MPI.COMM_WORLD)
         MPI.Finalize()
 
 
@@ -184,6 +187,7 @@ def close_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
     """
     from mpi4py import MPI
 
+    from pala.comm.roll_call import take_rest
     from pala.comm.ulfm import Barrier
 
     try:
@@ -194,6 +198,8 @@ def close_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
     if comm.num_dead > 0 or not finalize:
         return _exit_at_once
     faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # a rank may still die now
+    if not can_survive():
+        take_rest(comm.mpi)
     MPI.Finalize()
     faulthandler.cancel_dump_traceback_later()
     return sys.exit

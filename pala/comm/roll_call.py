@@ -6,6 +6,7 @@ wait says who has not told. Nothing is sent where nobody waits for long.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 
 from mpi4py import MPI
@@ -18,6 +19,9 @@ _TAG = 4  # of the world's communicator, as in `reach.py`; the data proxy has on
 _NUMBER_BYTES = 8
 _MOST_TOLD = 64  # ranks that are told; above that not all need to know
 _MOST_NAMED = 8
+
+_num_told: Counter[int] = Counter()  # times that this process has told all others, by communicator
+_taken: Counter[tuple[int, int]] = Counter()  # what it has received, by communicator and rank
 
 
 class RollCall:
@@ -37,6 +41,7 @@ class RollCall:
     def tell(self) -> None:
         """Tell the other ranks that this one waits."""
         number = self._number.to_bytes(_NUMBER_BYTES, "little")
+        _num_told[self._comm.py2f()] += 1
         with suppress(MPI.Exception):  # of a rank that is dead: the barrier itself will say so
             others = [rank for rank in range(min(self._comm.size, _MOST_TOLD)) if rank != self.rank]
             self._told += [self._comm.Isend(bytearray(number), rank, _TAG) for rank in others]
@@ -48,11 +53,24 @@ class RollCall:
         with suppress(MPI.Exception):
             while self._comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
                 self._comm.Recv(number, status.Get_source(), _TAG)
+                _taken[self._comm.py2f(), status.Get_source()] += 1
                 self._reached[status.Get_source()] = int.from_bytes(number, "little")
         here = {rank for rank, reached in self._reached.items() if reached >= self._number}
         if self.rank >= _MOST_TOLD or min(here, default=self.rank) < self.rank:
             return []
         return [rank for rank in range(self._comm.size) if rank not in here and rank != self.rank]
+
+
+def take_rest(comm: MPI.Comm) -> None:
+    """Receive what other ranks have told and this one has not read: MPICH fails to end with messages that nobody took.
+    Collective, and no rank may have died."""
+    handle = comm.py2f()
+    told = comm.allgather(_num_told[handle])
+    others = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < _MOST_TOLD else []
+    for rank in others:
+        for _ in range(told[rank] - _taken[handle, rank]):
+            comm.Recv(bytearray(_NUMBER_BYTES), rank, _TAG)
+        _taken[handle, rank] = told[rank]
 
 
 class _Wait(LongWait):
