@@ -123,10 +123,9 @@ class GroupedGossip(GossipExchange):
     def _may_leave(self) -> bool:
         """Return whether another rank, which stays, has a model of use. Where all ranks are one group, those that are
         not gone have the same."""
-        others = [rank for rank in self._members if rank != self._comm.rank and not self._is_gone(rank)]
-        if len(others) + 1 == len(self.living):
-            return bool(others)
-        return super()._may_leave()
+        if set(self.living) - set(self._members):
+            return super()._may_leave()
+        return any(rank != self._comm.rank and not self._is_gone(rank) for rank in self._members)
 
     def between_steps(self) -> None:
         if self._is_leading:
