@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import signal
 import sys
 
@@ -75,7 +76,7 @@ def main() -> None:
 
 def _starts_ranks(arguments: list[str]) -> bool:
     """Return whether `pala train` is to start mpirun by itself: an option says on how many ranks, or where."""
-    return any(argument.split("=")[0] in _OF_RANKS for argument in arguments)
+    return any(re.sub(r"^(-np?)\d+$", r"\1", argument).split("=")[0] in _OF_RANKS for argument in arguments)
 
 
 if __name__ == "__main__":

@@ -139,11 +139,6 @@ class _Gorila(Algorithm):
     def method(self, config: Config) -> str:
         return "Gorila DQN"
 
-    def step_length(self, config: Config, models: int) -> str:
-        """Return the learning rate where ranks hold `models` models, and what goes with it, for the console; empty:
-        nothing is said."""
-        return ""
-
     def note_on_begin(self, config: Config) -> str:
         return f"; learning begins after {config.gorila.min_replay_steps:,}"
 

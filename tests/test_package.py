@@ -40,6 +40,17 @@ def test_the_command_has_all_programs(
     assert "did you mean 'train'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "starts"),
+    [
+        ("-n 4 pong", True), ("-n4 pong", True), ("-np=2 pong", True), ("pong --host=a:2", True), ("pong", False),
+        ("pong --restarts 2", True), ("--resume runs/r", False), ("pong --network.mlp-hidden 4", False),
+    ],
+)  # fmt: skip
+def test_train_starts_mpirun_where_an_option_says_on_how_many_ranks(arguments: str, starts: bool) -> None:
+    assert command._starts_ranks(arguments.split()) == starts
+
+
 def test_the_command_begins_in_a_folder_that_is_gone(tmp_path: Path) -> None:
     """So a run elsewhere can be looked at."""
     gone = tmp_path / "gone"

@@ -10,11 +10,12 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pala.comm.alone import Alone
-from pala.config import Config, RunConfig
+from pala.config import Config, RunConfig, to_table
 from pala.run import provenance, run_folder
 from pala.run.lock import join_lock, lock_folder, supervised, who_trains
 from pala.run.run import Run
@@ -333,3 +334,19 @@ def test_a_run_is_supervised_from_inside_its_folder(tmp_path, monkeypatch):
         assert (tmp_path / ".r.supervisor").exists()
         with pytest.raises(PalaError, match="Another supervisor works on run"), supervised(tmp_path / "r"):
             pass
+
+
+def test_a_run_of_before_keeps_the_defaults_of_then(tmp_path: Path) -> None:
+    """What its record does not name meant something else; what is gone and did something is refused."""
+
+    def config_of(table: dict[str, Any]) -> Config:
+        return run_folder.config_of(tmp_path, {"config": table})
+
+    gone = {"learning_rate_scaling": "none", "learning_rate_most_scaling": 4.0}
+    then = config_of({"a2c": {"learning_rate": 1e-3} | gone})
+    assert (then.a2c.momentum, then.a2c.rmsprop_bias_correction, then.exchange.mixing) == (0.0, False, "uniform")
+    assert then.network.precision == "float32" and then.a2c.learning_rate == 1e-3
+    now = Config()
+    assert config_of(to_table(now)) == now
+    with pytest.raises(PalaError, match="unknown key 'a2c.learning_rate_scaling'"):
+        config_of({"a2c": {"learning_rate_scaling": "ranks"}})

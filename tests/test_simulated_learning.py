@@ -231,6 +231,8 @@ def test_tune_says_what_to_do(returns: dict[float, list[float]], words: str) -> 
         (["--rates", "0"], "'--rates' must be numbers above 0"),
         (["--ranks", "0"], "'--ranks' is 0"),
         (["--algorithm", "gorila"], "A2C only is simulated"),
+        (["--exchange.group", "2"], "exchange whole models, one each"),
+        (["--exchange.kind", "shared_memory"], "exchange whole models, one each"),
     ],
 )
 def test_what_tune_cannot_try_is_refused(arguments: list[str], words: str) -> None:

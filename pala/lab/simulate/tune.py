@@ -67,6 +67,13 @@ def parse(arguments: list[str]) -> Command:
     if config.a2c.learning_rate != "auto":
         raise PalaError("'--a2c.learning-rate' is given, but '--rates' names the learning rates here.")
     check(config, source="Command line")
+    exchange = config.exchange
+    simulated = (exchange.kind != "shared_memory", exchange.compression == "none", not exchange.has_groups)
+    if not all(simulated):
+        raise PalaError(
+            "Simulated ranks exchange whole models, one each: leave 'exchange.compression' and 'exchange.group' out, "
+            "and 'exchange.kind' 'shared_memory'."
+        )
     check_least("ranks", command.ranks, 1)
     if not command.rates or not command.seeds or min(command.rates) <= 0 or min(command.seeds) < 0:
         raise PalaError("'--rates' must be numbers above 0, and '--seeds' of at least 0; name one of each or more.")
@@ -82,7 +89,9 @@ def _train(command: Command, rate: float, seed: int) -> float:
     a2c = dataclasses.replace(command.config.a2c, learning_rate=rate)
     config = dataclasses.replace(command.config, seed=seed, a2c=a2c)
     try:
-        learned: Learned = learn(config.exchange.mixing, config, Conditions(ranks=command.ranks))
+        exchange = config.exchange
+        method = exchange.mixing if exchange.kind == "gossip" else exchange.kind
+        learned: Learned = learn(method, config, Conditions(ranks=command.ranks))
     except NotFiniteError:
         return -math.inf
     if not learned.episodes:
