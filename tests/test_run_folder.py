@@ -348,5 +348,5 @@ def test_a_run_of_before_keeps_the_defaults_of_then(tmp_path: Path) -> None:
     assert then.network.precision == "float32" and then.a2c.learning_rate == 1e-3
     now = Config()
     assert config_of(to_table(now)) == now
-    with pytest.raises(PalaError, match="unknown key 'a2c.learning_rate_scaling'"):
+    with pytest.raises(PalaError, match=r"unknown key 'a2c\.learning_rate_scaling'"):
         config_of({"a2c": {"learning_rate_scaling": "ranks"}})
