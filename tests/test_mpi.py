@@ -198,10 +198,10 @@ def test_a_disk_without_room_fails_at_the_start(any_mpi: Launcher, tmp_path: Pat
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one megabyte."""
+    """A disk of two megabytes: an earlier start's checkpoints and the present one's take about one."""
     disk = tmp_path / "runs"
     disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
     if done.returncode != 0:
         pytest.skip(f"cannot mount a small disk here: {done.stderr.strip()}")
     yield disk
