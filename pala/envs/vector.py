@@ -33,7 +33,7 @@ from pala.config import EnvConfig
 from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
 from pala.envs.masks import KEY, MaskReader
 from pala.envs.spaces import Inputs, inputs_of
-from pala.envs.wrappers import wrapped
+from pala.envs.wrappers import with_options, wrapped
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.interrupt import take_back_signals
 from pala.system.names import import_module, parse_call
@@ -497,7 +497,7 @@ def as_gymnasium(config: EnvConfig, num_threads: int, make_env: MakeEnv | None =
 
 
 def _single(config: EnvConfig, make_env: MakeEnv | None) -> MakeEnv:
-    """Return a function that makes one environment, with its wrappers."""
+    """Return a function that makes one environment, with its wrappers and options."""
 
     def by_id() -> gymnasium.Env:
         try:
@@ -505,7 +505,7 @@ def _single(config: EnvConfig, make_env: MakeEnv | None) -> MakeEnv:
         except ImportError as error:  # registered, but a package that it needs is not there
             raise PalaError(f"'env.id': the environment '{config.id}' cannot be made: {error}") from None
 
-    return wrapped(make_env or by_id, config.wrappers)
+    return with_options(wrapped(make_env or by_id, config.wrappers), config.reset_options)
 
 
 @contextlib.contextmanager
