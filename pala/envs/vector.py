@@ -104,6 +104,7 @@ class Envs:
         self._end_processes: Callable[..., int] | None = getattr(vector_env, "end", None)  # of `EnvProcesses`
         self._clip = clip_rewards
         self.num_envs = vector_env.num_envs
+        assert isinstance(vector_env.single_observation_space, gymnasium.spaces.Box)
         self.observation_space = vector_env.single_observation_space
         self.action_space = vector_env.single_action_space
         self.inputs = inputs or Inputs(self.observation_space, self.observation_space)
