@@ -10,7 +10,7 @@ import pytest
 from explorer import explore, planted
 from explorer.explore import Explored, Explorer
 from explorer.states import Case, Mode, freeze
-from explorer.world import State, World
+from explorer.world import State, Successor, World
 from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.gossip.canonical import canonical
 from pala.exchange.gossip.driver import GossipDriver
@@ -162,6 +162,25 @@ def test_two_ranks_hold_with_worse_faults(mixing: str, faults: str) -> None:
 def test_who_leaves_takes_no_last_model_along(mixing: str) -> None:
     """Whether another rank's model is finite is not known: it has to say so."""
     assert_holds(explored("leave nan", mixing=mixing, max_staleness=0, rare=frozenset({"nan"}), most_rare=1))
+
+
+@pytest.mark.parametrize(
+    ("others", "is_found"),
+    [
+        ({"mode": Mode.UPDATES}, False),
+        ({"mode": Mode.LEFT, "may_leave": True}, False),  # it may find that all it counts on are gone, and stay
+        ({"finite": False}, True),
+        ({"mode": Mode.DEAD, "finite": False}, True),
+    ],
+)
+def test_who_goes_must_leave_a_model_of_use_behind(others: dict[str, Any], is_found: bool) -> None:
+    world = World(Case(3, faults=frozenset({"leave"})))
+    state = world.initial()[0]
+    first, *rest = (world._about[number] for number in state[: world.n])
+    about = [first._replace(mode=Mode.LEFT, may_leave=True, present=()), *(one._replace(**others) for one in rest)]
+    found: list[Successor] = []
+    world._departs(found, state, about, 0)
+    assert [bool(successor.faults) for successor in found] == [is_found]
 
 
 @pytest.mark.parametrize("faults", ["", "death", pytest.param("nan", marks=pytest.mark.slow)])
