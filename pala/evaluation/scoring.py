@@ -110,8 +110,8 @@ class Acting:
             if not self.env_id:
                 raise
             raise PalaError(
-                f"The policy of run '{run}' cannot play '{self.env_id}': it was trained with other observations or actions "
-                f"than {envs.observation_space} and {envs.action_space}."
+                f"The policy of run '{run}' cannot play '{self.env_id}': it was trained with other observations or "
+                f"actions than {envs.observation_space} and {envs.action_space}."
             ) from None
 
 

@@ -46,7 +46,7 @@ class InvariantError(Exception):
 
 def schedule(number: int) -> Scenario:
     """Return the schedule of this number. Every second one is of a paired exchange, two of three of which exchange
-    between steps as well. From `TOGETHER` on each has most faults at once."""
+    between steps as well. From number `TOGETHER` on, each has four faults at once."""
     scenario = pushed(number // 2, number >= TOGETHER)
     if number % 2 == 0:
         return scenario
@@ -56,7 +56,7 @@ def schedule(number: int) -> Scenario:
 
 
 def pushed(number: int, together: bool = False) -> Scenario:
-    """Return a schedule of a rule by which models go one way. `together`: ranks leave, join and die, and there is NaN."""
+    """Return a schedule of a rule by which models go one way. `together`: with all faults of `TOGETHER`."""
     draw = random.Random(number)
     size = max(4 * together, draw.choices(SIZES, _SIZE_WEIGHTS)[0])
     steps = draw.choice((1, 80))

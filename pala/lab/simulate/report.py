@@ -138,7 +138,7 @@ def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _look(method: str, number: int) -> dict[str, Any]:
-    """Return how a method's line is drawn; one of an earlier version's file, not predicted any more, has its own name."""
+    """Return how a method's line is drawn; one that an earlier version predicted has its own name."""
     if method not in METHODS:
         return line_look(number) | {"label": method}
     style = METHODS[method]
