@@ -181,8 +181,8 @@ class GossipExchange(ModelExchange):
             if self._num_asks == _SAY_AT_ASK and others:
                 log(
                     f"[rank {self._comm.rank}] was told to leave ({LEAVE.name}) and waits for {named(others)}: it "
-                    "trains until one of the others has reported a usable model, as ranks do after an update. Look whether "
-                    "they still train. SIGUSR1 ends the whole job, with a checkpoint."
+                    "trains until one of the others has reported a usable model, as ranks do after an update. Look "
+                    "whether they still train. SIGUSR1 ends the whole job, with a checkpoint."
                 )
         return False
 
