@@ -554,9 +554,8 @@ def test_several_environments_of_one_policy_are_a_table(
     )
     first, nothing, head, _, own, other = said.out.splitlines()
     assert first == f"{cartpole_run}: sampled actions; final policy after 1,234 steps" and not nothing
-    assert [cell.strip() for cell in head.split("|")[1:-1]] == [
-        "environment", "episodes", "mean return", "standard error", "min", "median", "max", "mean length"
-    ]
+    columns = ["environment", "episodes", "mean_return", "standard_error", "min", "median", "max", "mean_length"]
+    assert [cell.strip().replace(" ", "_") for cell in head.split("|")[1:-1]] == columns
     scored = [json.loads(line) for line in (cartpole_run / "evaluations.jsonl").read_text().splitlines()]
     for row, env_id, one in zip((own, other), one_worse[::2], scored, strict=True):
         cells = [cell.strip() for cell in row.split("|")[1:-1]]

@@ -183,9 +183,7 @@ class _Task:
 
 def _tasks(commands: list[tuple[Path, Command]]) -> list[_Task]:
     return [
-        _Task(run, run.absolute(), command, env_id)
-        for run, command in commands
-        for env_id in command.env.id or ("",)
+        _Task(run, run.absolute(), command, env_id) for run, command in commands for env_id in command.env.id or ("",)
     ]
 
 
@@ -228,7 +226,8 @@ def main() -> None:
     with loading():
         from pala.evaluation.video import record_video
 
-    failed, scored = False, list[tuple[_Task, Evaluation]]()
+    failed = False
+    scored: list[tuple[_Task, Evaluation]] = []
     as_table = len(tasks[0].command.env.id) > 1
     try:
         for task in tasks:
