@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from explorer import explore, planted
 from explorer.explore import Explored, Explorer
 from explorer.states import Case, Mode, freeze
-from explorer.world import State, Successor, World
+from explorer.world import Label, State, Successor, World
 from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.gossip.canonical import canonical
 from pala.exchange.gossip.driver import GossipDriver
@@ -50,6 +51,7 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (planted.RefusesWhoRefuses, "endless wait", {"faults": "nan"}),
     (planted.IgnoresWhoLeaves, "deadlock", {"faults": "leave"}),
     (planted.CountsOnAnyRank, "no rank that stays has a model", {"faults": "leave nan"}),
+    (planted.CountsOnTheDead, "no rank that stays has a model", {"faults": "leave"}),
     pytest.param(
         planted.WaitsForTheAnswerOfWhoIsGone,
         "wait",
@@ -105,6 +107,24 @@ DRIVER_BUGS: list[tuple[type[GossipDriver], str, dict[str, Any]]] = [
     (planted.MovesTheModelThatActs, "model that acts", {"mixing": "paired", "exchanges_per_update": 2}),
     (planted.SettlesTooLate, "are not made", {"mixing": "paired", "exchanges_per_update": 2}),
 ]
+
+
+class AllLeave(World):
+    """Three ranks, from where each was told to leave, has heard who stays, and has left in the same moment."""
+
+    def initial(self) -> list[State]:
+        (state,) = super().initial()
+
+        def each(word: str) -> list[Label]:
+            return [(word, rank) for rank in range(self.n)]
+
+        messages: list[Label] = [("deliver", *pair, "message") for pair in itertools.permutations(range(self.n), 2)]
+        models: list[Label] = [(*message[:3], "model") for message in messages]
+        for label in each("tell") + messages + each("finish") + messages + models + each("leave"):
+            found = [successor.state for successor in self.successors(state) if successor.label[: len(label)] == label]
+            assert found or label in models, label
+            state = next((after for after in found if after is not None), state)
+        return [state]
 
 
 def explored_with(bug: str, type_: type, options: dict[str, Any]) -> Explored:
@@ -183,6 +203,15 @@ def test_who_goes_must_leave_a_model_of_use_behind(others: dict[str, Any], is_fo
     assert [bool(successor.faults) for successor in found] == [is_found]
 
 
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+def test_of_three_ranks_that_leave_at_once_one_stays(mixing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every order in which the news of the three come, and of those who have gone."""
+    monkeypatch.setattr(explore, "World", AllLeave)
+    found = explored("leave", ranks=3, mixing=mixing, topology="ring")
+    assert_holds(found)
+    assert found.states > 300
+
+
 @pytest.mark.parametrize("faults", ["", "death", pytest.param("nan", marks=pytest.mark.slow)])
 def test_two_ranks_hold_that_exchange_between_steps(faults: str) -> None:
     assert_holds(explored(faults, mixing="paired", max_staleness=0, exchanges_per_update=2))
@@ -247,11 +276,13 @@ def assert_holds(found: Explored) -> None:
     assert found.finished and not found.violations, "\n".join(map(str, found.violations))
 
 
-@pytest.mark.parametrize("topology", slow_but_for(["ring", "complete"], "ring"))
-def test_symmetry_leaves_out_nothing(topology: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "ranks", "faults"),
+    [("ring", 3, ""), ("ring", 2, "leave"), pytest.param("complete", 2, "stop nan", marks=pytest.mark.slow)],
+)
+def test_symmetry_leaves_out_nothing(topology: str, ranks: int, faults: str) -> None:
     """The least of each class of states that differ by the ranks' numbers is what is found with symmetry."""
-    ranks, faults = (2, {"stop", "nan"}) if topology == "complete" else (3, set())
-    case = Case(ranks, topology, max_staleness=0, faults=frozenset(faults))
+    case = Case(ranks, topology, max_staleness=0, faults=frozenset(faults.split()))
     plain, reduced = Explorer(case, liveness=False), Explorer(case, symmetry=True, liveness=False)
     plain.run()
     reduced.run()
