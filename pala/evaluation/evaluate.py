@@ -6,7 +6,7 @@
     a curve, while it trains          python -m pala.evaluate RUN --follow
     several runs                      python -m pala.evaluate runs/pong-*
     with sticky actions               python -m pala.evaluate RUN --repeat-action-probability 0.25
-    other games, as a table           python -m pala.evaluate RUN --env.id CartPole-v0 CartPole-v1
+    other games, as a table           python -m pala.evaluate RUN --env.id A B
 
 Prints a line for each run, or a table of several environments. `RUN/evaluation.json` holds the newest result of the
 final policy in the run's own environment (it says whether by `--greedy`), while the run is not complete that of any
