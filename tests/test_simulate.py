@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from pala.lab.simulate import __main__ as program
-from pala.lab.simulate import methods, predict
+from pala.lab.simulate import methods, predict, report
 from pala.lab.simulate.costs import Costs, control_bytes, costs_of
 from pala.lab.simulate.gossip import Cluster, GossipCluster, Link, Prediction, predict_gossip
 from pala.lab.simulate.gossip import measured as played
 from pala.lab.simulate.groups import group_costs, of_groups
 from pala.lab.simulate.methods import halving_doubling_s, predict_allreduce, ring_s
 from pala.system.errors import PalaError
+from support import REPOSITORY
 from support.benchmarks import canned, canned_job
 
 MODEL_BYTES = 4_000_000
@@ -328,3 +329,15 @@ def test_what_is_for_developers_says_where_it_is(
     with pytest.raises(SystemExit, match="2"):
         program.main()
     assert f"`python tests/explorer {name}`" in capsys.readouterr().err
+
+
+def test_a_published_prediction_of_methods_that_are_gone_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = REPOSITORY / "results/simulation/predict/simulation.json.gz"
+    simulation = json.loads(gzip.decompress(file.read_bytes()))
+    drawn = list[Any]()
+    monkeypatch.setattr(report, "write_picture", lambda figure, output: drawn.append(figure))
+    report.draw(simulation, file.with_suffix(".png"))
+    for axes in drawn[0].axes:
+        labels = [line.get_label() for line in axes.lines]
+        assert {"server", "servers", "shared_memory", "gossip, random"} <= {*labels} and len(labels) == 9
+    assert "| servers " in report.markdown(simulation)
