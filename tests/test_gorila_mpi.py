@@ -88,7 +88,7 @@ class Corridor(gymnasium.Env):
         return self.look(), 1.0 if self.at == 5 else -0.1, self.at == 5, self.steps == 20, {}
 
 
-def test_four_ranks_with_two_shards_learn_to_walk(each_standing: StandingRanks, tmp_path: Path) -> None:
+def test_four_ranks_with_two_shards_learn_to_walk(standing: StandingRanks, tmp_path: Path) -> None:
     """Straight to the end is 0.6; with a tenth of the steps at random somewhat less; at random they come to -1.2."""
     arguments = [
         "--algorithm", "gorila", "--total-steps", "8000", "--env.num-envs", "2", "--network.mlp-hidden", "16",
@@ -97,7 +97,7 @@ def test_four_ranks_with_two_shards_learn_to_walk(each_standing: StandingRanks, 
         "--gorila.rmsprop-learning-rate", "2e-3", "--gorila.epsilon-decay-steps", "2000", "--run.name", "r",
         "--run.no-tensorboard", "--run.log-interval-s", "0.5",
     ]  # fmt: skip
-    done = each_standing.run(4, train, arguments, Corridor, cwd=tmp_path)
+    done = standing.run(4, train, arguments, Corridor, cwd=tmp_path)
     assert done.status == 0, done.output
     run = tmp_path / "runs/r"
     episodes = sorted((r["time_s"], r["return"]) for rs in read_run(run) for r in rs if r["type"] == "episode")

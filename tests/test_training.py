@@ -61,9 +61,9 @@ def test_complete_uniform_lockstep_keeps_models_close(standing: StandingRanks, t
 
 @pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
 def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
-    each_standing: StandingRanks, compression: str, tmp_path: Path
+    standing: StandingRanks, compression: str, tmp_path: Path
 ) -> None:
-    done = each_standing.train(
+    done = standing.train(
         3, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", "--exchange.compression", compression,
         "--exchange.top-k-fraction", "0.1", "--exchange.max-staleness", "2", "--exchange.topology", "ring",
         "--exchange.patience-s", "300", cwd=tmp_path,
@@ -152,10 +152,10 @@ def train_poisoned(comm: Communicator, arguments: list[str]) -> int:
 
 @pytest.mark.parametrize("compression", ["none", "top_k"])
 def test_nan_on_one_rank_is_refused_reported_and_healed(
-    each_standing: StandingRanks, compression: str, tmp_path: Path
+    standing: StandingRanks, compression: str, tmp_path: Path
 ) -> None:
     arguments = [*CARTPOLE, "--total-steps", "100000000", "--run.name", "r", "--exchange.compression", compression]
-    done = each_standing.run(3, train_poisoned, arguments, cwd=tmp_path)
+    done = standing.run(3, train_poisoned, arguments, cwd=tmp_path)
     assert done.status == 0, done.output
     assert re.search(r"\[rank [02]\] rejected a model from rank 1: it holds NaN", done.output)
     assert re.search(r"\[rank 1\] update 8\d: the parameters were not finite either; they are replaced", done.output)
