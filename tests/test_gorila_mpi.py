@@ -299,15 +299,10 @@ def assert_one_sentence(status: int, output: str, sentence: str, folder: Path) -
     assert not (folder / "runs").exists()
 
 
-def test_a_users_mistake_is_one_sentence(any_mpi: Launcher, tmp_path: Path) -> None:
-    job = any_mpi.train(2, *CARTPOLE, *GORILA, *SEPARATE[:4], cwd=tmp_path)
-    sentence = "'gorila.num_learners' is 0, but 'gorila.roles' is 'separate', which needs at least one"
-    assert_one_sentence(job.status, job.output, sentence, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("ranks", "arguments", "sentence"),
     [
+        (2, SEPARATE[:4], "'gorila.num_learners' is 0, but 'gorila.roles' is 'separate', which needs at least one"),
         (2, ["--gorila.num-shards", "3"], "'gorila.num_shards' is 3, but a rank serves one shard and the job has"),
         (2, ["--env.id", "Pendulum-v1"], "DQN needs Discrete actions"),
         (2, ["--gorila.replay-capacity-steps", "memory"], "When full, the replay of the ranks on"),

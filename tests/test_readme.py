@@ -92,12 +92,6 @@ def test_the_readmes_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     assert (tmp_path / "climber.png").stat().st_size > 5000
 
 
-def test_the_readmes_python(any_mpi: Launcher, tmp_path: Path) -> None:
-    job = any_mpi.script(1, python_block(README).replace("200_000", "2_000"), tmp_path)
-    assert job.status == 0, job.output
-    assert "mean return" in job.output
-
-
 def test_train_with_options(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train with options and a preset. Restarts are only parsed here; `test_supervise.py` makes some."""
     assert "./launch/test.sh" in commands(RUNNING, "./launch/")
@@ -153,11 +147,12 @@ def test_the_schedules(any_mpi: Launcher) -> None:
     assert "20 schedules held" in run(command.replace("2000", "20"), any_mpi)
 
 
-def test_a_script_with_a_factory(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Run the script of the page of presets, which has a factory of the user's own, under mpirun."""
+def test_scripts_of_pages(any_mpi: Launcher, tmp_path: Path) -> None:
+    """That of the README, and that of the page of presets with a factory of the user's own, by plain `python`."""
     (tmp_path / "my_preset.toml").write_text("total_steps = 3000\n[env]\nnum_envs = 4\n[run]\nname = 'r'\n")
-    job = any_mpi.script(1, python_block(PRESETS), tmp_path)
-    assert job.status == 0, job.output
+    (tmp_path / "script.py").write_text(python_block(README).replace("200_000", "2_000") + python_block(PRESETS))
+    job = any_mpi.start_command([str(any_mpi.folder / "python"), "script.py"], cwd=tmp_path).wait()
+    assert job.status == 0 and "mean return" in job.output, job.output
     assert record_of(tmp_path / "runs" / "r")["completed"]
 
 
