@@ -269,8 +269,8 @@ HARM = "import pathlib\npathlib.Path({mark!r}).touch()\nraise ImportError\n"
 @pytest.mark.parametrize(
     ("start", "program"),
     [
-        *(("python -m", name) for name in ("evaluate", "play", "plot", "trace", "scores", "train --resume")),
-        ("pala", "evaluate"),
+        *(("python -m", name) for name in ("evaluate", "plot", "trace", "scores", "train --resume")),
+        ("pala", "plot"),
     ],
 )
 def test_no_program_finds_a_module_in_the_working_directory(
@@ -295,7 +295,6 @@ def test_no_program_finds_a_module_in_the_working_directory(
     words = ["pala", *words] if start == "pala" else ["-m", f"pala.{words[0]}", *words[1:]]
     more = {
         "evaluate": ["--episodes", "1"],
-        "play": ["--video", "film.mp4"],
         "train --resume": ["--env.vectorization", "async", "--total-steps", "200"],
     }.get(program, [])
     is_the_run = program == "evaluate"  # the working directory; of the others it holds what that would
