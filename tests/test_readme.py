@@ -97,7 +97,7 @@ def test_train_with_options(any_mpi: Launcher, tmp_path: Path) -> None:
     assert "./launch/test.sh" in commands(RUNNING, "./launch/")
     (restarts,) = (line for line in commands(RUNNING, "./launch/train.sh") if "--restarts" in line)
     (short,) = (line for line in commands(RUNNING, "./launch/train.sh") if line.endswith("pong --seed 2"))
-    options, others = read_options(["--restarts", "0", *shlex.split(restarts)[1:]])  # as train.sh
+    options, others = read_options(shlex.split(restarts)[1:])
     assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Breakout-v5")
     train_as_written(short.replace("train.sh", "train.sh -n 1"), tmp_path, 1, 0, any_mpi)
 

@@ -97,7 +97,7 @@ def _check_spares(config: Config, source: str) -> None:
         raise PalaError(
             f"{source}: 'run.spares' is {config.run.spares}, but 'exchange.kind' is {config.exchange.kind!r}, in which "
             "no rank can take another's place while training runs; 'gossip' can. Leave it out, and let "
-            "`launch/supervise.py` restart the job."
+            "`pala train -n` restart the job."
         )
 
 

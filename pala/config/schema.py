@@ -307,7 +307,7 @@ class RunConfig:
     """Number of the job's ranks, the last ones, that do not train but sleep until another dies, and then take its
     place. With `exchange.kind` `gossip` or Gorila, and where a job outlives its ranks (docs/reliability.md)."""
     start_timeout_s: float = setting(300.0, between=(1, 1e6))
-    """Seconds in which all ranks must have come up, or `launch/supervise.py` ends the job: a rank that ends before MPI
+    """Seconds in which all ranks must have come up, or `pala train -n` ends the job: a rank that ends before MPI
     has begun leaves the others waiting. A cold file system of a cluster takes minutes."""
     log_interval_s: float = setting(5.0, between=(0.1, 86400))
     """Seconds between two records of the metrics, and two lines in a log file."""
