@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pala.lab.simulate import __main__ as program
 from pala.lab.simulate import methods, predict
 from pala.lab.simulate.costs import Costs, control_bytes, costs_of
 from pala.lab.simulate.gossip import Cluster, GossipCluster, Link, Prediction, predict_gossip
@@ -318,13 +317,3 @@ def test_who_waits_no_more_takes_a_message_where_it_looks_next() -> None:
     cluster.ranks[1].waiting = False
     cluster.play_until(0.09)
     assert seen and seen[0] > 0.05 + 1e-6
-
-
-@pytest.mark.parametrize("name", ["check", "explore"])
-def test_what_is_for_developers_says_where_it_is(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["pala.simulate", name, "--faults", "stop"])
-    with pytest.raises(SystemExit, match="2"):
-        program.main()
-    assert f"`python tests/explorer {name}`" in capsys.readouterr().err
