@@ -68,8 +68,6 @@ class Conditions:
     """Number of ranks that are slower than the others."""
     slowness: float = 4.0
     """Factor by which they are slower."""
-    deaths: int = 0
-    """Number of ranks that die, at times drawn from the seed. Gossip only."""
 
 
 @dataclass(frozen=True)
@@ -263,10 +261,8 @@ def learn(
 def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
     """Return the simulated network and ranks of a training by gossip."""
     n = conditions.ranks
-    draw = random.Random(config.seed)
     delay = conditions.delay_updates
     exchange = config.exchange
-    rounds = config.total_steps / (n * config.steps_per_update)
     made = Scenario(
         n,
         exchange.graph,
@@ -276,9 +272,7 @@ def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
         config.steps_per_update,
         config.seed,
         slowness=_slowness(conditions),
-        deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
         patience_s=100.0 + 20 * delay,
-        death_notice_s=(0.0, delay),
         exchanges_per_update=exchange.exchanges_per_update if RULES[method].by_pairs else 1,
         rollout_steps=config.a2c.rollout_steps,
     )
@@ -290,7 +284,6 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     updates = [0] * n
 
     def update(number: int, model: np.ndarray) -> None:
-        learners.ranks[number].exchange.living = cluster.ranks[number].state.living
         learners.update(number, torch.from_numpy(model), cluster.global_steps)
         updates[number] += 1
         learners.note(number, cluster.global_steps + config.steps_per_update, cluster.now)
@@ -366,12 +359,10 @@ def parse(arguments: list[str]) -> Command:
     if conditions.slowness != Conditions.slowness and not conditions.slow_ranks:
         raise PalaError("'--slowness' is of slow ranks, of which there are none: give '--slow-ranks', too.")
     check_least("delay-updates", conditions.delay_updates, 0)
-    check_least("deaths", conditions.deaths, 0)
-    for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):
-        if value >= conditions.ranks:
-            raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
-    if conditions.deaths and (others := {"allreduce", "none"}.intersection(command.methods)):
-        raise PalaError(f"'--deaths' is for gossip, not for '{min(others)}' of '--methods': there ranks do not die.")
+    if conditions.slow_ranks >= conditions.ranks:
+        raise PalaError(
+            f"'--slow-ranks' is {conditions.slow_ranks} but must be less than '--ranks', which is {conditions.ranks}."
+        )
     if min(command.seeds, default=0) < 0:
         raise PalaError("'--seeds' must be numbers of at least 0.")
     if exchange.compression != "none":
