@@ -179,7 +179,6 @@ def test_progress_says_what_each_rule_keeps(capsys: pytest.CaptureFixture[str]) 
     ("arguments", "sentence"),
     [
         ("--mixings best", "'best' is none of"),
-        ("--topology complete", "one open offer"),
         ("--ranks 1", "at least 2"),
         ("--delays", "names nothing"),
     ],

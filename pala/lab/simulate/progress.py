@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pala.config.catalogue import RULES, TOPOLOGIES
+from pala.config.catalogue import RULES
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.report.page import Column, table
@@ -29,8 +29,6 @@ class Command:
 
     mixings: tuple[str, ...] = tuple(RULES)
     """Mixing rules: uniform, push_sum, paired."""
-    topology: str = "random"
-    """Topology: the peers that a rank sends to."""
     ranks: tuple[int, ...] = (2, 4, 16, 64)
     """Numbers of ranks."""
     delays: tuple[float, ...] = (0.05, 1.0, 3.0, 10.0)
@@ -67,13 +65,12 @@ _COLUMNS: list[Column[_Row]] = [
 
 
 def measure(
-    mixing: str, topology: str, ranks: int, delay: float, slowness: float, updates: int, seed: int, exchanges: int = 1
+    mixing: str, ranks: int, delay: float, slowness: float, updates: int, seed: int, exchanges: int = 1
 ) -> Progress:
     """Play the updates of all ranks, and return what the mixing left of them."""
     scenario = Scenario(
         ranks,
-        topology,
-        mixing,
+        mixing=mixing,
         budget_steps=ranks * updates,
         seed=seed,
         exchanges_per_update=exchanges,
@@ -96,12 +93,6 @@ def run(arguments: list[str]) -> None:
     """Do what `python -m pala.simulate progress` does. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
     check_choices("mixings", command.mixings, RULES)
-    check_choices("topology", [command.topology], TOPOLOGIES)
-    pairwise = [mixing for mixing in command.mixings if RULES[mixing].by_pairs]
-    if pairwise and TOPOLOGIES[command.topology].to_all:
-        raise PalaError(
-            f"'--mixings' has '{pairwise[0]}', where a rank has one open offer: not with '--topology complete'."
-        )
     check_named(command, "mixings", "ranks", "delays", "slowness")
     finite = all(map(math.isfinite, (*command.delays, *command.slowness)))
     if not finite or min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1:
@@ -112,6 +103,6 @@ def run(arguments: list[str]) -> None:
     for ranks, delay, slowness in itertools.product(command.ranks, command.delays, command.slowness):
         for mixing in command.mixings:
             exchanges = command.exchanges_per_update if RULES[mixing].by_pairs else 1
-            found = measure(mixing, command.topology, ranks, delay, slowness, command.updates, command.seed, exchanges)
+            found = measure(mixing, ranks, delay, slowness, command.updates, command.seed, exchanges)
             rows.append((ranks, delay, slowness, mixing, found))
     print(table(_COLUMNS, rows))
