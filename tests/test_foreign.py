@@ -46,7 +46,7 @@ from pala.train import parse
 from support import REPOSITORY
 from support.comparisons import GAME, PRESET
 from support.environments import Sparkle
-from support.helpers import slow_but_for
+from support.helpers import contents, slow_but_for
 from support.memory_jobs import configure, gorila, train
 from support.policies import CARTPOLE, make_run, network_of
 
@@ -155,10 +155,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def whole(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made, tmp_path / "run")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["hard link", "symbolic link", "dead link", "pipe"], "hard link"))

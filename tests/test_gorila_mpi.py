@@ -18,7 +18,7 @@ from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from pala.system.resources import available_memory_bytes
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
-from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks
+from support.mpi import Job, Launcher, assert_all_end, assert_one_sentence, pids_of_ranks
 from support.run_folders import intervals, local_steps, states_of, total
 from support.standing_ranks import Ended, StandingRanks, train
 
@@ -291,12 +291,6 @@ def test_a_stopped_shard_ends_the_job_with_a_sentence(any_mpi: Launcher, tmp_pat
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
-
-
-def assert_one_sentence(status: int, output: str, sentence: str, folder: Path) -> None:
-    assert status == 2 and "Traceback" not in output, output
-    assert output.count(sentence) == output.count("pala: error") == 1, output
-    assert not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize(

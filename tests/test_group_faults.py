@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
-from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks
+from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks, processor_seconds
 from support.run_folders import all_train, intervals, local_steps, states_of, total
 from virtual_hosts import VirtualHosts
 
@@ -93,10 +93,10 @@ def test_a_leader_leaves_and_a_stopped_member_stops_its_group_alone(any_mpi: Lau
     (tmp_path / "free").touch()
     os.kill(pids[3], signal.SIGSTOP)
     time.sleep(1.0)
-    made, used_s = local_steps(run), processor_s(pids[2])
+    made, used_s = local_steps(run), processor_seconds(pids[2])
     wait_for(lambda: min(local_steps(run)[rank] - made[rank] for rank in (1, 4, 5)) > 2000, what="other groups' steps")
     assert local_steps(run)[2] - made[2] <= 40
-    assert processor_s(pids[2]) - used_s < 1.0 + 0.2 * 60  # asleep: it looks 2,000 times a second at most
+    assert processor_seconds(pids[2]) - used_s < 1.0 + 0.2 * 60  # asleep: it looks 2,000 times a second at most
     os.kill(pids[3], signal.SIGCONT)
     wait_for(lambda: local_steps(run)[2] - made[2] > 1000, what="steps of the group that was stopped")
     for rank in (1, 2, 3, 4, 5):
@@ -106,12 +106,6 @@ def test_a_leader_leaves_and_a_stopped_member_stops_its_group_alone(any_mpi: Lau
     assert_one_model(run, 2, 3)
     assert_one_model(run, 4, 5)
     assert_all_end(tmp_path)
-
-
-def processor_s(pid: int) -> float:
-    """Processor time that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.slow

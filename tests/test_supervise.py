@@ -33,7 +33,7 @@ from pala.train import parse
 from support import REPOSITORY
 from support.checkpoints import make_state
 from support.helpers import CARTPOLE, record_of, wait_for, write_paced
-from support.mpi import Job, Launcher, assert_all_end, processes_in, ranks_in
+from support.mpi import Job, Launcher, assert_all_end, fake_mpirun, processes_in, ranks_in
 from virtual_hosts import VirtualHosts
 
 SUPERVISE = ["-m", "pala.supervise"]
@@ -720,11 +720,6 @@ def test_spares_make_up_for_a_host_that_is_lost(there: Path, spares: int, sizes:
     assert supervisor._sizes(supervisor.hosts[:1]) == sizes
     told = parse(supervisor._train_arguments(sizes[1])).config
     assert told.run.spares == sizes[1]
-
-
-def fake_mpirun(folder: Path, script: str) -> None:
-    (folder / "mpirun").write_text("#!/bin/sh\n" + script)
-    (folder / "mpirun").chmod(0o755)
 
 
 def test_a_host_that_does_not_start_a_process_is_left_out(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
