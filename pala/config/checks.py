@@ -129,11 +129,6 @@ def _check_gorila(gorila: GorilaConfig, source: str) -> None:
             f"than {gorila.max_staleness_updates} updates old are discarded ('gorila.max_staleness_updates'); lower "
             "the one or raise the other."
         )
-    if gorila.epsilon_last > gorila.epsilon_first:
-        raise PalaError(
-            f"{source}: 'gorila.epsilon_last' is {gorila.epsilon_last:g}, above 'gorila.epsilon_first' "
-            f"({gorila.epsilon_first:g}), but epsilon falls; lower the one or raise the other."
-        )
 
 
 def _check_roles(gorila: GorilaConfig, source: str) -> None:
