@@ -156,7 +156,7 @@ def test_what_was_trained_before_a_failure_is_kept(tmp_path: Path, monkeypatch: 
         ("--exchange.topology complete", "'--methods' has 'paired'"), ("--algorithm gorila", "A2C only"),
         ("--seed 5", "'--seeds' names the seeds"),
         ("--seeds -1", "'--seeds' must be"), ("--delay-updates nan", "'--delay-updates' is nan"),
-        ("--exchange.compression bfloat16", "simulated models travel as they are"),
+        ("--exchange.compression bfloat16", "exchange whole models, one each"),
         ("--output /no_such_folder/x.json", "nothing can be written into '/no_such_folder'"),
     ],
 )  # fmt: skip

@@ -35,7 +35,7 @@ from pala.config.checks import check
 from pala.envs.vector import Envs, make_envs
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState, Stop
-from pala.lab.simulate.scenario import Scenario, timed_in_updates
+from pala.lab.simulate.scenario import Scenario, check_simulated, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.networks.distributions import Categorical
 from pala.report.page import Column, table
@@ -365,12 +365,7 @@ def parse(arguments: list[str]) -> Command:
         )
     if min(command.seeds, default=0) < 0:
         raise PalaError("'--seeds' must be numbers of at least 0.")
-    if exchange.compression != "none":
-        raise PalaError(f"'exchange.compression' is '{exchange.compression}', but simulated models travel as they are.")
-    if exchange.has_groups:
-        raise PalaError(f"'exchange.group' is {exchange.group!r}, but here each rank has a model; leave it out.")
-    if command.config.algorithm != "a2c":
-        raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
+    check_simulated(dataclasses.replace(command.config, exchange=exchange))
     if pairwise and TOPOLOGIES[exchange.graph].to_all:
         raise PalaError(
             f"'--methods' has '{pairwise[0]}', where a rank has one open offer: not with the complete topology."
