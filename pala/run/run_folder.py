@@ -21,10 +21,7 @@ from pala.system.tables import merged
 
 POLICY, BEST_POLICY = "policy.safetensors", "best_policy.safetensors"
 CODE_ENDINGS = ("txt", "pkl")  # of a factory's name, and of a pickled one (`user_code.py`)
-CODE_FILES = (
-    *(f"{what}.{ending}" for what in UserCode._fields for ending in CODE_ENDINGS),
-    "code.signature",  # which earlier versions made
-)
+CODE_FILES = tuple(f"{what}.{ending}" for what in UserCode._fields for ending in CODE_ENDINGS)
 _BEFORE_RECORD = (LOCK, *CODE_FILES)  # what is made before run.json, beside the folders
 _FOLDERS_BEFORE_RECORD = ("metrics", "checkpoints")
 _EARLIER_DEFAULTS: dict[str, Any] = {
