@@ -86,7 +86,7 @@ def test_a_group_continues_without_its_dead(killed: Sequence[int], any_mpi: Laun
 
 @pytest.mark.slow
 def test_a_leader_leaves_and_a_stopped_member_stops_its_group_alone(any_mpi: Launcher, tmp_path: Path) -> None:
-    job, pids = start_slow(any_mpi, 6, "--total-steps", "100000000", cwd=tmp_path)
+    job, pids = start_slow(any_mpi, 4, "--total-steps", "100000000", cwd=tmp_path)
     run = tmp_path / "runs/r"
     os.kill(pids[0], signal.SIGUSR2)
     wait_for(lambda: "left_ranks" in record_of(run)["segments"][0], what="the news that rank 0 has left")
@@ -94,17 +94,16 @@ def test_a_leader_leaves_and_a_stopped_member_stops_its_group_alone(any_mpi: Lau
     os.kill(pids[3], signal.SIGSTOP)
     time.sleep(1.0)
     made, used_s = local_steps(run), processor_seconds(pids[2])
-    wait_for(lambda: min(local_steps(run)[rank] - made[rank] for rank in (1, 4, 5)) > 2000, what="other groups' steps")
+    wait_for(lambda: local_steps(run)[1] - made[1] > 2000, what="the other group's steps")
     assert local_steps(run)[2] - made[2] <= 40
     assert processor_seconds(pids[2]) - used_s < 1.0 + 0.2 * 60  # asleep: it looks 2,000 times a second at most
     os.kill(pids[3], signal.SIGCONT)
     wait_for(lambda: local_steps(run)[2] - made[2] > 1000, what="steps of the group that was stopped")
-    for rank in (1, 2, 3, 4, 5):
+    for rank in (1, 2, 3):
         os.kill(pids[rank], signal.SIGUSR1)
     job.wait()
     assert record_of(run)["segments"][0]["status"] == "stopped" and "Traceback" not in job.output, job.output
     assert_one_model(run, 2, 3)
-    assert_one_model(run, 4, 5)
     assert_all_end(tmp_path)
 
 
