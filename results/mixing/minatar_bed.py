@@ -13,8 +13,8 @@ interrupted.
     python results/mixing/minatar_bed.py clipping       gossip whose gradients are clipped as their mean would be
     python results/mixing/minatar_bed.py in_step        pairs that go in step, with either clipping
     python results/mixing/minatar_bed.py held_out       each method's best setting on a game that chose none of them
-    python results/mixing/minatar_bed.py start          the first updates: bias-corrected mean squares, a warm-up
-    python results/mixing/minatar_bed.py default        the default of 2 and 4 ranks: clipping, exchanges an update
+    python results/mixing/minatar_bed.py start --ranks 2 4 16   the first updates: bias-corrected squares, a warm-up
+    python results/mixing/minatar_bed.py default --ranks 2 4    the default: clipping, exchanges an update
     python results/mixing/minatar_bed.py groups         groups of ranks that average their gradients and gossip as one
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the tables of it.
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import statistics
@@ -162,11 +161,14 @@ def train(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     config = Config(total_steps=job.total_steps, seed=job.seed)
     config = replace(config, env=replace(config.env, num_envs=job.envs))
-    own = {"learning_rate": job.rate * BASE_RATE, "momentum": job.momentum, "momentum_smoothing": job.smoothing}
-    own["gradient_clipping"] = job.clipping
-    if job.start == "bias":
-        correct_bias()
-    elif job.start != "plain":
+    own: dict[str, Any] = {
+        "learning_rate": job.rate * BASE_RATE,
+        "momentum": job.momentum,
+        "momentum_smoothing": job.smoothing,
+        "gradient_clipping": job.clipping,
+        "rmsprop_bias_correction": job.start == "bias",
+    }
+    if job.start not in ("plain", "bias"):
         own["learning_rate_warmup_updates"] = int(job.start.removeprefix("warm-up "))
     exchange = replace(config.exchange, exchanges_per_update=job.exchanges, max_staleness=job.max_staleness)
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
@@ -185,20 +187,6 @@ def train(job: Job) -> dict[str, Any]:
         "time_updates": learned.time_updates,
         "models_an_update": learned.models_sent / sum(learned.updates),
     }
-
-
-def correct_bias() -> None:
-    """Correct the bias of RMSprop's mean squares v in all trainings of this process: v / (1 - alpha^t) at the t-th
-    update since they were 0, as Adam does (arXiv 1412.6980, section 3), which lengthens a step by sqrt(1 - alpha^t)."""
-    from pala.a2c.learner import Learner
-
-    plain = Learner._learning_rate
-
-    def corrected(learner: Any) -> float:
-        updates = learner.counters.updates - learner._a2c.kept.warms_up_from + 1
-        return plain(learner) * math.sqrt(1 - learner._config.a2c.rmsprop_alpha**updates)
-
-    Learner._learning_rate = corrected
 
 
 def read() -> dict[Job, dict[str, Any]]:
@@ -322,6 +310,7 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
         return [
             _job(game, n, setting, seed)._replace(envs=envs, start=start)
             for seed, (n, envs, setting, starts), game in trials
+            if n in ranks
             for start in starts
         ]
     if stage == "default":
@@ -330,6 +319,7 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
         return [
             _job(game, n, setting, seed)._replace(clipping=clipping, exchanges=exchanges, start="bias")
             for seed, (n, setting), (clipping, exchanges), game in trials
+            if n in ranks
         ]
     if stage == "groups":
         return [job for seed in fresh for game in games for job in _jobs_of_groups(game, seed)]
@@ -398,7 +388,6 @@ def main() -> None:
         job for job in jobs_of(arguments.stage, arguments.games, arguments.ranks, arguments.seeds) if job not in done
     ]
     print(f"{len(jobs)} trainings", flush=True)
-    # a process a training: `correct_bias` is not undone
     with multiprocessing.get_context("spawn").Pool(arguments.processes, prepare, (1,), maxtasksperchild=1) as pool:
         for line in pool.imap_unordered(train, jobs):
             with open(FOLDER / "minatar.jsonl", "a", encoding="utf-8") as file:
