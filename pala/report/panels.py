@@ -135,8 +135,7 @@ def draw_lines(panel: Axes, lines: Sequence[Line], axis: Axis, seconds: float) -
     groups = []
     for line in lines:
         curves, cut = (
-            [learning_curve(run.over(axis, seconds), run.returns) for run in runs]
-            for runs in (line.runs, line.cut)
+            [learning_curve(run.over(axis, seconds), run.returns) for run in runs] for runs in (line.runs, line.cut)
         )
         label = "" if curves else line.label
         for curve in cut:
