@@ -95,7 +95,7 @@ def test_an_exception_on_one_rank_ends_the_job(mpi: Launcher, tmp_path: Path) ->
     job = train_with_a_fault(mpi, fault, training, tmp_path)
     assert job.status != 0
     assert "[rank 1] The environment 'CartPole-v1' has failed 4 times" in job.output, job.output
-    assert job.output.count("Traceback") == 1 and f"{raised}: the planted fault (" in job.output
+    assert "Traceback" in job.output and f"{raised}: the planted fault (" in job.output
     assert_all_end(tmp_path)
 
 
