@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import ale_py
@@ -21,6 +22,7 @@ from pala.envs import processes as processes_module
 from pala.envs import vector as envs_module
 from pala.envs.vector import Envs, Episode, Step, make_by_id, make_envs
 from pala.system.errors import PalaError
+from support.environments import Placed
 
 
 def played(envs: Envs, seeds: list[int], actions: np.ndarray) -> list[Step]:
@@ -449,6 +451,31 @@ def test_an_id_may_have_arguments():
 def test_arguments_that_are_none_are_told(name, sentence):
     with pytest.raises(PalaError, match=sentence):
         make_envs(EnvConfig(name, num_envs=1))
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_every_reset_gets_the_options(vectorization):
+    """The first, that after an episode of five steps, and that of an environment that takes a failed one's place."""
+    config = EnvConfig(num_envs=2, vectorization=vectorization, reset_options="place=[0.5, -0.5], more='x'")
+    steps, zeros, placed = [[0, 0]] * 5 + [[1, 0]], [0, 0], [0.5, -0.5]
+    with make_envs(config, make_env=partial(Placed, breaks=True)) as envs:
+        shown = [envs.reset(np.array([1, 2], np.int32)).tolist()]
+        shown += [envs.step(np.array(actions)).observations.tolist() for actions in steps]
+    assert shown == [[placed] * 2, *[[zeros] * 2] * 4, [placed] * 2, [placed, zeros]]
+
+
+def test_options_of_a_reset_reach_gymnasiums_environments():
+    for options, most in (("low=-0.001, high=0.001", 0.001), ("low=0.04, high=0.05", 0.05)):
+        envs = make_envs(EnvConfig("CartPole-v1", num_envs=2, reset_options=options))
+        first = np.abs(envs.reset(np.array([1, 2], np.int32)))
+        assert (first <= most).all() and (first >= (0.04 if most > 0.01 else 0)).all()
+        envs.close()
+
+
+@pytest.mark.parametrize("options", ["low", "low=f()", "low=1) or f(", "{'low': 1}"])
+def test_options_of_a_reset_that_are_none_are_told(options):
+    with pytest.raises(PalaError, match=r"'env.reset_options' is .*: write keys with plain values"):
+        make_envs(EnvConfig("CartPole-v1", num_envs=1, reset_options=options))
 
 
 def test_episodes_without_an_end_get_one():

@@ -36,7 +36,8 @@ from pala.envs.spaces import inputs_of
 from pala.envs.vector import make_envs
 from pala.evaluation import play
 from pala.evaluation.policy import policy_of
-from pala.evaluation.video import Window, _rendered_env
+from pala.evaluation.scoring import Acting
+from pala.evaluation.video import Window, _rendered_env, filmed
 from pala.job import entry
 from pala.job.conclusion import conclude
 from pala.job.rank import run_rank
@@ -52,7 +53,7 @@ from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import note_on_thread
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
-from support.environments import Deadly, Locked, Sparkle, Told
+from support.environments import Deadly, Locked, Placed, Sparkle, Told
 from support.helpers import record_of
 from support.memory_jobs import configure, gorila
 from support.policies import CARTPOLE, make_run, network_of
@@ -438,6 +439,20 @@ def test_the_environments_of_a_run_cut_games_where_its_evaluation_does(tmp_path:
     cut = [bool(envs.step(np.array([1]))[3][0]) for _ in range(6)]
     envs.close()
     assert cut == [False] * 5 + [True]
+
+
+def test_the_options_of_a_reset_reach_training_evaluation_and_films(tmp_path: Path) -> None:
+    """The environment fails in a reset without them."""
+    config = configure(tmp_path, steps=40)
+    env = EnvConfig(num_envs=2, restarts=0, reset_options="place=[0.5, -0.5]")
+    (result,) = train(1, replace(config, env=env), make_env=partial(Placed, "rgb_array"))
+    assert result.status == "completed"
+    assert pala.evaluate_policy(result.run, episodes=3, num_envs=2).returns == [5.0] * 3
+    envs = pala.make_envs(result.run)
+    assert envs.reset(seed=0)[0].tolist() == [[0.5, -0.5]]
+    envs.close()
+    with filmed(result.run, 2, Acting()) as film:
+        assert len(list(film.pictures)) == 10
 
 
 def test_a_run_whose_environment_from_python_is_missing_is_not_played_with_another(tmp_path: Path) -> None:

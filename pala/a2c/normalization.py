@@ -34,7 +34,8 @@ class Normalization:
     def observe(self, observations_BN: Tensor) -> None:
         """Note what the environments show before a step."""
         if OBSERVATIONS in self._of:
-            self._samples[OBSERVATIONS].append(observations_BN)
+            size = len(self._of[OBSERVATIONS].mean)  # images behind the vectors are left alone
+            self._samples[OBSERVATIONS].append(observations_BN[:, :size])
 
     def rewards(self, rewards_B: Tensor, ended_B: Tensor) -> Tensor:
         """Return what the learner sees of a step's rewards; `ended_B` float: 1 where the episode or its return

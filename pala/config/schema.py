@@ -33,6 +33,9 @@ class EnvConfig:
     wrappers: tuple[str, ...] = ()
     """Other than Atari: Gymnasium wrappers around each environment, the innermost first: `FlattenObservation`,
     `RescaleObservation(min_obs=-1, max_obs=1)`, `my_module:MyWrapper`."""
+    reset_options: str = setting("", games="others")
+    """Other than Atari: the `options` of each reset, as keys with plain values: `low=-0.1, high=0.1` is `{"low": -0.1,
+    "high": 0.1}`."""
     episode_info: tuple[str, ...] = setting((), decides="nothing", changes="nothing")
     """Other than Atari: numbers in the `info` of an episode's last step that are recorded with it, such as
     `is_success`: in metrics, TensorBoard and evaluations."""

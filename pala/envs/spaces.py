@@ -6,7 +6,8 @@
 | Box of two dimensions, uint8 or bool | an image of one channel; if a side is under 7, a vector |
 | Box of one dimension, numbers | the vector as it is |
 | other Boxes of at most two dimensions | its numbers one behind the other |
-| Discrete, MultiDiscrete, MultiBinary, Dict, Tuple | Gymnasium's own flattening: one-hot vectors and numbers, joined |
+| Discrete, MultiDiscrete, MultiBinary | Gymnasium's own flattening: one-hot vectors and numbers |
+| Dict, Tuple | each part as if it were alone: vectors joined to one, and images beside it (`Joined`) |
 
 docs/spaces.md is this table for users, and names what is refused. An image keeps its bytes; the network scales it
 by the bounds of the space (`image_scale`).
@@ -14,7 +15,8 @@ by the bounds of the space (`image_scale`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -30,6 +32,7 @@ LEAST_SIDE = 7  # pixels: three convolutions of 3x3 leave one
 _MOST_CHANNELS = 32  # that `auto` believes of an image that is not square
 _FLAT = (Box, Discrete, MultiBinary, MultiDiscrete)
 _LARGEST = float(np.finfo(np.float32).max)
+_Path = tuple[Any, ...]  # keys of a Dict and numbers of a Tuple, from the outside
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Inputs:
     """A conversion from observations of one environment to what the network gets."""
 
     original: gymnasium.Space
-    space: gymnasium.Space  # a Box, [C, H, W] or [N]
+    space: Box  # [C, H, W] or [N]
     _transform: Callable[[Any], np.ndarray] | None = None
 
     @property
@@ -50,11 +53,63 @@ class Inputs:
         return np.asarray(observation) if self._transform is None else self._transform(observation)
 
 
+class Joined(Box):
+    """Observations of several parts as rows of float32: first the numbers that are no pixels, then each image, [C, H,
+    W], scaled by its bounds."""
+
+    def __init__(self, vectors: Sequence[Box], images: Sequence[Box]) -> None:
+        """`images`: as the network would get each alone."""
+        parts = [*vectors, *(_scaled_row(image).space for image in images)]
+        low = np.concatenate([part.low for part in parts], dtype=np.float32)
+        high = np.concatenate([part.high for part in parts], dtype=np.float32)
+        super().__init__(low, high, dtype=np.float32)
+        self.images = tuple(images)
+
+    def split(self, rows: Any) -> tuple[Any, list[Any]]:
+        """Return the vectors [B, N] and each image [B, C, H, W] of a batch of rows, an array or a tensor."""
+        begin = vector_size(self)
+        vectors, images = rows[:, :begin], []
+        for image in self.images:
+            end = begin + math.prod(image.shape)
+            images.append(rows[:, begin:end].reshape(-1, *image.shape))
+            begin = end
+        return vectors, images
+
+
 def inputs_of(space: gymnasium.Space, layout: Layout = "auto") -> Inputs:
     """Return how observations of this space reach the network. `layout`: order of an image's axes. Raises PalaError for
     other spaces."""
-    if _can_be_flat(space) and gymnasium.spaces.flatdim(space) == 0:
+    if not all(isinstance(part, _FLAT) for _, part in _parts_of(space)):
+        raise PalaError(
+            f"Observations of {space} cannot be taken: what PALA knows are Box, Discrete, MultiDiscrete and "
+            "MultiBinary, and Dict and Tuple of these; wrap the environment."
+        )
+    parts = [(path, part) for path, part in _parts_of(space) if gymnasium.spaces.flatdim(part)]
+    if not parts:
         raise PalaError(f"Observations of {space} are empty; a network needs at least one number.")
+    each = [(path, _inputs_of_part(part, layout, path)) for path, part in parts]
+    return _joined(space, each) if isinstance(space, (Dict, Tuple)) else each[0][1]
+
+
+def vector_size(space: gymnasium.Space) -> int:
+    """Return how many numbers of an observation, as the network gets it, are no pixels of an image."""
+    shape = space.shape or ()
+    if isinstance(space, Joined):
+        return math.prod(shape) - sum(math.prod(image.shape) for image in space.images)
+    return 0 if len(shape) == 3 else math.prod(shape)
+
+
+def _parts_of(space: gymnasium.Space, path: _Path = ()) -> Iterator[tuple[_Path, gymnasium.Space]]:
+    """Yield what a space consists of, in its order, and the keys that lead there."""
+    if not isinstance(space, (Dict, Tuple)):
+        yield path, space
+        return
+    for key, part in space.spaces.items() if isinstance(space, Dict) else enumerate(space.spaces):
+        yield from _parts_of(part, (*path, key))
+
+
+def _inputs_of_part(space: gymnasium.Space, layout: Layout, path: _Path) -> Inputs:
+    """Return how observations of a space without parts reach the network; `path`: keys that lead to them."""
     if isinstance(space, Box):
         dimensions = len(space.shape)
         if dimensions == 3 or (dimensions == 2 and space.dtype in (np.uint8, np.bool_)):
@@ -62,16 +117,35 @@ def inputs_of(space: gymnasium.Space, layout: Layout = "auto") -> Inputs:
         if dimensions == 1 and space.dtype != np.bool_:
             return Inputs(space, space)
         if dimensions > 3:
+            keys = "".join(f"[{key!r}]" for key in path)
             raise PalaError(
-                f"Observations have {dimensions} dimensions {space.shape}; wrap the environment so that stacked frames "
-                "become channels of one image of three dimensions."
+                f"Observations{keys} have {dimensions} dimensions {space.shape}; wrap the environment so that stacked "
+                "frames become channels of one image of three dimensions."
             )
-    if not _can_be_flat(space):
-        raise PalaError(
-            f"Observations of {space} cannot be taken: what PALA knows are Box, Discrete, MultiDiscrete and "
-            "MultiBinary, and Dict and Tuple of these; wrap the environment."
-        )
     return Inputs(space, _vector(gymnasium.spaces.flatten_space(space)), partial(_flattened, space))
+
+
+def _joined(space: gymnasium.Space, parts: Sequence[tuple[_Path, Inputs]]) -> Inputs:
+    """Return the conversion of a Dict or Tuple to one row."""
+    vectors = [(path, inputs) for path, inputs in parts if len(inputs.space.shape) == 1]
+    images = [(path, inputs) for path, inputs in parts if len(inputs.space.shape) == 3]
+    conversions: list[tuple[_Path, tuple[Inputs, ...]]] = [(path, (inputs,)) for path, inputs in vectors]
+    conversions += [(path, (inputs, _scaled_row(inputs.space))) for path, inputs in images]
+    joined = Joined([inputs.space for _, inputs in vectors], [inputs.space for _, inputs in images])
+    return Inputs(space, joined, partial(_row, conversions=conversions))
+
+
+def _row(observation: Any, conversions: Sequence[tuple[_Path, Sequence[Inputs]]]) -> np.ndarray:
+    """Return the parts of an observation one behind the other; each goes through its conversions in turn."""
+    row = []
+    for path, steps in conversions:
+        part = observation
+        for key in path:
+            part = part[key]
+        for inputs in steps:
+            part = inputs.encode(part)
+        row.append(part)
+    return np.concatenate(row, dtype=np.float32)
 
 
 def image_scale(space: Box) -> tuple[float, float]:
@@ -119,7 +193,7 @@ def _image(space: Box, layout: Layout) -> Inputs:
     axis = channel_axis(space.shape, layout) if len(space.shape) == 3 else None
     low, high = (_channels_first(bound, axis) for bound in (space.low, space.high))
     if min(low.shape[1:]) < LEAST_SIDE:
-        return _tiny_image(space)
+        return _scaled_row(space)
     dtype: Any = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
     if not _is_bounded(space):
         low, high = np.full(low.shape, -np.inf), np.full(low.shape, np.inf)
@@ -129,7 +203,8 @@ def _image(space: Box, layout: Layout) -> Inputs:
     return Inputs(space, wanted, partial(_as_image, axis=axis, dtype=dtype))
 
 
-def _tiny_image(space: Box) -> Inputs:
+def _scaled_row(space: Box) -> Inputs:
+    """Return the conversion of an image to a vector, scaled by its bounds."""
     low, factor = image_scale(space)
     size = int(np.prod(space.shape))
     wanted = Box(0.0, 1.0, (size,), np.float32) if _is_bounded(space) else Box(-np.inf, np.inf, (size,), np.float32)
@@ -151,13 +226,6 @@ def _scaled(observation: Any, low: float, factor: float) -> np.ndarray:
 
 def _flattened(space: gymnasium.Space, observation: Any) -> np.ndarray:
     return np.asarray(gymnasium.spaces.flatten(space, observation), np.float32)
-
-
-def _can_be_flat(space: gymnasium.Space) -> bool:
-    if isinstance(space, (Dict, Tuple)):
-        parts = space.spaces.values() if isinstance(space, Dict) else space.spaces
-        return all(_can_be_flat(part) for part in parts)
-    return isinstance(space, _FLAT)
 
 
 def _vector(flat: gymnasium.Space) -> Box:

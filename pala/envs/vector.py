@@ -33,7 +33,7 @@ from pala.config import EnvConfig
 from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
 from pala.envs.masks import KEY, MaskReader
 from pala.envs.spaces import Inputs, inputs_of
-from pala.envs.wrappers import wrapped
+from pala.envs.wrappers import with_options, wrapped
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.interrupt import take_back_signals
 from pala.system.names import import_module, parse_call
@@ -104,6 +104,7 @@ class Envs:
         self._end_processes: Callable[..., int] | None = getattr(vector_env, "end", None)  # of `EnvProcesses`
         self._clip = clip_rewards
         self.num_envs = vector_env.num_envs
+        assert isinstance(vector_env.single_observation_space, gymnasium.spaces.Box)
         self.observation_space = vector_env.single_observation_space
         self.action_space = vector_env.single_action_space
         self.inputs = inputs or Inputs(self.observation_space, self.observation_space)
@@ -497,7 +498,7 @@ def as_gymnasium(config: EnvConfig, num_threads: int, make_env: MakeEnv | None =
 
 
 def _single(config: EnvConfig, make_env: MakeEnv | None) -> MakeEnv:
-    """Return a function that makes one environment, with its wrappers."""
+    """Return a function that makes one environment, with its wrappers and options."""
 
     def by_id() -> gymnasium.Env:
         try:
@@ -505,7 +506,7 @@ def _single(config: EnvConfig, make_env: MakeEnv | None) -> MakeEnv:
         except ImportError as error:  # registered, but a package that it needs is not there
             raise PalaError(f"'env.id': the environment '{config.id}' cannot be made: {error}") from None
 
-    return wrapped(make_env or by_id, config.wrappers)
+    return with_options(wrapped(make_env or by_id, config.wrappers), config.reset_options)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Gymnasium wrappers by name, as `env.wrappers` lists them, the innermost first.
+"""Gymnasium wrappers by name, as `env.wrappers` lists them, the innermost first; and what resets are given.
 
 | written | is |
 |---|---|
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,29 @@ def wrapped(make_env: Callable[[], gymnasium.Env], names: Sequence[str]) -> Call
         return env
 
     return make if wraps else make_env
+
+
+class ResetWith(gymnasium.Wrapper):
+    """Wrapper that hands `options` to each reset that is given none: an episode's end resets without."""
+
+    def __init__(self, env: gymnasium.Env, options: dict[str, Any]) -> None:
+        super().__init__(env)
+        self._options = options
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment."""
+        return self.env.reset(seed=seed, options=options or copy.deepcopy(self._options))
+
+
+def with_options(make_env: Callable[[], gymnasium.Env], text: str) -> Callable[[], gymnasium.Env]:
+    """Return a factory of environments whose resets get these options, `key=value, ...`. Raises PalaError."""
+    try:
+        _, options = parse_call(f"options({text})")
+    except ValueError:
+        raise PalaError(
+            f"'env.reset_options' is '{text}': write keys with plain values, such as `low=-0.1, high=0.1`."
+        ) from None
+    return (lambda: ResetWith(make_env(), options)) if options else make_env
 
 
 def _wrap(text: str) -> Wrap:

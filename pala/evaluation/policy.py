@@ -135,7 +135,7 @@ class Policy:
         two = blank_observations(self.inputs.space, 2, torch.device("cpu"))  # torch takes one for a constant
         network = copy.deepcopy(self.network)
         for tensor in (*network.parameters(), *network.buffers()):
-            tensor.data = tensor.data.clone()  # no views of the flat parameters
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)  # no views of the flat parameters
         more: dict[str, Tensor] = {}
         if self.network.state_size:
             more["state"] = torch.zeros(2, self.network.state_size)

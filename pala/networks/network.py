@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pala.config import EnvConfig, NetworkConfig
-from pala.envs.spaces import LEAST_SIDE, image_scale
+from pala.envs.spaces import LEAST_SIDE, Joined, image_scale, vector_size
 from pala.exchange.flat import shaped, signature_of
 from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.moments import Moments
@@ -39,12 +39,12 @@ class Network(nn.Module, abc.ABC):
         self.distribution = distribution
         self.is_image = len(space.shape or ()) == 3
         normalize = env is not None and env.normalize_observations
-        if self.is_image and normalize:
+        if normalize and not vector_size(space):
             raise PalaError(
                 "'env.normalize_observations' is for vectors, but the observations are images, which are scaled by "
                 "the bounds of their space; leave it out."
             )
-        self.observation_moments = Moments(math.prod(space.shape or ())) if normalize else None
+        self.observation_moments = Moments(vector_size(space)) if normalize else None
         # Of discounted returns, by which rewards are scaled; no part of the policy, but it goes where that goes.
         self.return_moments = Moments(1) if env is not None and env.normalize_rewards else None
         self.pixel_low, self.pixel_factor = 0.0, 1.0
@@ -81,7 +81,9 @@ class Network(nn.Module, abc.ABC):
         moments = self.observation_moments
         if moments is None:
             return observations.to(torch.float32, copy=self.is_own)
-        return moments.standardised(observations)
+        size = len(moments.mean)
+        seen = moments.standardised(observations[:, :size])
+        return torch.cat([seen, observations[:, size:]], 1) if size < observations.shape[1] else seen
 
     def _remember(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
         """Return the input of each head, float32, and the state after it."""
@@ -95,10 +97,10 @@ class Network(nn.Module, abc.ABC):
 class TrunkNetwork(Network):
     """A network with a trunk of PALA's own.
 
-    Images go through convolutions, those of GALA from 36 x 36 pixels on, vectors through an MLP with tanh. Orthogonal
-    initial weights. The linear layer takes the last convolution's outputs in the order height, width, channels: as they
-    lie in memory. Raises PalaError for observations that it cannot take; `pala.envs.spaces` makes of others what it
-    can.
+    Images go through convolutions, those of GALA from 36 x 36 pixels on, vectors through an MLP with tanh. Where there
+    are both, it takes the images' features, too. Orthogonal initial weights. The linear layer takes the last
+    convolution's outputs in the order height, width, channels: as they lie in memory. Raises PalaError for observations
+    that it cannot take; `pala.envs.spaces` makes of others what it can.
     """
 
     def __init__(
@@ -106,16 +108,29 @@ class TrunkNetwork(Network):
     ) -> None:
         super().__init__(space, distribution, env)
         self.trunk, self.num_features = make_trunk(space, config)
+        self._joined = space if isinstance(space, Joined) and space.images else None
+        if self._joined is not None:
+            self.image_trunks = nn.ModuleList(make_trunk(image, config)[0] for image in self._joined.images)
 
     def _features(self, inputs: Tensor) -> list[Tensor]:
-        return [self.trunk(inputs).float()] * len(self.heads)
+        return self._features_of([self.trunk], inputs) * len(self.heads)
+
+    def _features_of(self, trunks: Iterable[nn.Module], inputs: Tensor) -> list[Tensor]:
+        """Return what each of these trunks gives, float32. Images beside vectors go through theirs first."""
+        if self._joined is None:
+            return [trunk(inputs).float() for trunk in trunks]
+        vectors, images = self._joined.split(inputs)
+        seen = [trunk(channels_last(image)) for trunk, image in zip(self.image_trunks, images, strict=True)]
+        together = torch.cat([vectors, *seen], -1)
+        return [trunk(together).float() for trunk in trunks]
 
 
 class ActorCritic(TrunkNetwork):
     """observations [B, ...] -> (policy outputs [B, A], values [B]).
 
     Images have one trunk for the two; vectors have one for each, since unscaled values would swamp a trunk that they
-    shared. A memory is behind each trunk. The heads' initial weights: 0.01 and 1.
+    shared. Where there are both, the MLPs share the images' features. A memory is behind each trunk. The heads' initial
+    weights: 0.01 and 1.
     """
 
     def __init__(
@@ -159,7 +174,7 @@ class ActorCritic(TrunkNetwork):
     def _features(self, inputs: Tensor) -> list[Tensor]:
         if self.is_image:
             return super()._features(inputs)
-        return [trunk(inputs).float() for trunk in (self.trunk, self.value_trunk)]
+        return self._features_of([self.trunk, self.value_trunk], inputs)
 
 
 def channels_last(images: Tensor) -> Tensor:
@@ -169,13 +184,14 @@ def channels_last(images: Tensor) -> Tensor:
 
 
 def make_trunk(space: gymnasium.Space, config: NetworkConfig) -> tuple[nn.Sequential, int]:
-    """Return convolutions for images or an MLP for vectors, and the number of features. Raises PalaError for other
-    spaces."""
+    """Return convolutions for an image, or an MLP for vectors and the features of images beside them; and the number of
+    features. Raises PalaError for other spaces."""
     shape = space.shape
     if not isinstance(space, gymnasium.spaces.Box) or shape is None or len(shape) not in (1, 3):
         raise PalaError(f"Observations must be a Box of one or three dimensions, not {space}.")
     if len(shape) == 1:
-        return _mlp_trunk(shape[0], config.mlp_hidden)
+        num_images = len(space.images) if isinstance(space, Joined) else 0
+        return _mlp_trunk(vector_size(space) + num_images * config.conv_hidden, config.mlp_hidden)
     return _conv_trunk(shape, config), config.conv_hidden
 
 
