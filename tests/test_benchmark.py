@@ -86,7 +86,7 @@ def test_gorilas_target_network_is_timed_on_as_many_minibatches_as_training_join
 
 def test_gorilas_page_says_how_often_is_learned_and_nothing_of_gossip(tmp_path: Path) -> None:
     result = canned(canned_job(speeds={"gorila": (300.0, 310.0, 320.0)}))
-    result |= {"config": to_table(Config(algorithm="gorila")), "protocol_us": {}, "protocol_in_jobs_of_8_us": {}}
+    result |= {"config": to_table(Config(algorithm="gorila")), "protocol_us": {}}
     page = markdown(result)
     assert "Gorila: a minibatch of 32 for 4 steps" in page and "rollouts" not in page
     assert "protocol" not in page
