@@ -2,7 +2,7 @@
 
     gossip beside synchronous A2C       python -m pala.simulate learn --ranks 16
     over a slow network                 ... --delay-updates 3
-    with one rank four times slower     ... --slow-ranks 1 --slowness 4
+    with one rank four times slower     ... --slow-ranks 1
 
 The learners are real: environments, network, A2C and RMSprop of training. The gossip between them is training's
 protocol on a virtual clock, whose unit is one update of a rank. So it tells what a step teaches, at any number of ranks
@@ -54,6 +54,7 @@ class NotFiniteError(PalaError):
 METHODS = (*RULES, "allreduce", "none")
 _PROGRAM = "pala.simulate learn"
 _LOOKS = 50  # at the distance between ranks, over a training
+_SLOWNESS = 4.0  # factor by which slow ranks are slower
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,7 @@ class Conditions:
     delay_updates: float = 0.05
     """Time that a model is under way."""
     slow_ranks: int = 0
-    """Number of ranks that are slower than the others."""
-    slowness: float = 4.0
-    """Factor by which they are slower."""
+    """Number of ranks that are four times slower than the others."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +334,7 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
 
 def _slowness(conditions: Conditions) -> tuple[float, ...]:
     fast = conditions.ranks - conditions.slow_ranks
-    return (conditions.slowness,) * conditions.slow_ranks + (1.0,) * fast if conditions.slow_ranks else ()
+    return (_SLOWNESS,) * conditions.slow_ranks + (1.0,) * fast if conditions.slow_ranks else ()
 
 
 def parse(arguments: list[str]) -> Command:
@@ -355,9 +354,6 @@ def parse(arguments: list[str]) -> Command:
     check_choices("methods", command.methods, METHODS)
     check_least("ranks", conditions.ranks, 1)
     check_least("slow-ranks", conditions.slow_ranks, 0)
-    check_least("slowness", conditions.slowness, 1)
-    if conditions.slowness != Conditions.slowness and not conditions.slow_ranks:
-        raise PalaError("'--slowness' is of slow ranks, of which there are none: give '--slow-ranks', too.")
     check_least("delay-updates", conditions.delay_updates, 0)
     if conditions.slow_ranks >= conditions.ranks:
         raise PalaError(
