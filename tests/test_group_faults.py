@@ -14,6 +14,7 @@ import torch
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
 from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks, processor_seconds
 from support.run_folders import all_train, intervals, local_steps, states_of, total
+from support.standing_ranks import StandingRanks
 from virtual_hosts import VirtualHosts
 
 pytestmark = pytest.mark.mpi
@@ -41,13 +42,13 @@ def assert_one_model(run: Path, *ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "group"),
+    ("each_standing", "group"),
     [("openmpi", "2"), *(pytest.param(mpi, "host", marks=pytest.mark.slow) for mpi in ("openmpi", "mpich"))],
-    indirect=["mpi"],
+    indirect=["each_standing"],
 )
-def test_the_ranks_of_a_group_hold_one_model(mpi: Launcher, group: str, tmp_path: Path) -> None:
+def test_the_ranks_of_a_group_hold_one_model(each_standing: StandingRanks, group: str, tmp_path: Path) -> None:
     options = ["--exchange.group", group, "--total-steps", "6000", "--run.name", "r"]
-    job = mpi.train(4, *CARTPOLE, *options, cwd=tmp_path)
+    job = each_standing.train(4, *CARTPOLE, *options, cwd=tmp_path)
     run, leaders = tmp_path / "runs/r", [0, 2] if group == "2" else [0]
     assert job.status == 0 and "Traceback" not in job.output, job.output
     words = "2 groups, each with one model: ranks 0 to 1; ranks 2 to 3" if group == "2" else "1 group, each with one"

@@ -83,7 +83,8 @@ def test_the_readmes_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     assert (tmp_path / "climber.png").stat().st_size > 5000
     (resume,) = commands(RUNNING, "pala train -n 2 --resume")
     resume = resume.replace("RUN", str(made)).replace("pala train -n 2", "python -m pala train -n 1")
-    run(f"{resume} {FEW.replace('400', '800')} --evaluation.episodes 0", any_mpi)
+    output = run(f"{resume} {FEW.replace('400', '800')} --evaluation.episodes 0 --run.trace", any_mpi)
+    assert f"timeline: `pala trace {made}` makes it" in output
     assert len(record_of(made)["segments"]) == 2
 
 
