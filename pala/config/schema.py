@@ -300,7 +300,7 @@ class RunConfig:
     """Threads a rank, for torch and Atari alike; 0: the rank's share of the cores that it may use, no more
     than a container's quota or Slurm's allocation has."""
     console: Literal["auto", "panel", "lines", "none"] = "auto"
-    """Output of the lowest rank that lives: a live panel on a terminal, lines in a log file."""
+    """Output of the lowest rank that lives: a live panel on a terminal or in a notebook, lines in a log file."""
     spares: int = setting(0, between=(0, 1e6), decides="speed")
     """Number of the job's ranks, the last ones, that do not train but sleep until another dies, and then take its
     place. With `exchange.kind` `gossip` or Gorila, and where a job outlives its ranks (docs/reliability.md)."""

@@ -3,7 +3,7 @@
     check     thousands of schedules drawn at random, with faults, against what must hold in every one
     explore   every order of events of two or three ranks, with faults
 
-docs/explorer.md tells what is checked and what is not.
+Its README tells what is checked and what is not.
 """
 
 from __future__ import annotations
