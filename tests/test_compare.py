@@ -98,7 +98,7 @@ def test_settings_come_in_layers(there: Path) -> None:
     plan = plan_of(PRESET + "a2c.gamma = 0.9\nranks = [2]\ntotal_steps = 7000\n")
     gossip, none = plan.config_of(Cell("gossip", "Pole", 1)), plan.config_of(Cell("none", "Pole", 2))
     assert (gossip.a2c.learning_rate, gossip.a2c.gamma, gossip.total_steps) == (1e-3, 0.99, 3000)
-    assert (none.a2c.learning_rate, none.a2c.gamma, none.total_steps) == (2e-3, 0.9, 7000)
+    assert (none.a2c.learning_rate, none.a2c.gamma, none.total_steps) == (1e-3, 0.9, 7000)
     assert [run.cell for run in plan.runs if run.cell.variant == "none"] == [Cell("none", "Pole", 2)] * 2
 
 
@@ -128,9 +128,6 @@ def test_a_variant_may_be_of_some_games(there: Path) -> None:
         ("{Pole = 20}", "{Pol = 20}", "'target_return.Pol' is of no game; did you mean 'Pole'?"),
         ("exchange.kind", "exchange.knd", "[variants.none]: unknown key 'exchange.knd'; did you mean 'exchange.kind'?"),
         ("a2c.learning_rate = 1e-3", "seed = 5", "'train.seed' is given by the comparison itself"),
-        ("[train_at.2]", "[train_at.two]", "'train_at' needs numbers of ranks"),
-        ("[train_at.2]", "[train_at.02]", "'train_at' needs numbers of ranks"),
-        ("[train_at.2]", '[train_at."²"]', "'train_at' needs numbers of ranks"),
         ("[games]", '[slurm]\noptions = ["-A", "me"]\n[games]', "'slurm.options' has 'me'"),
         ("[1, 2]", "[0, 2]", "'ranks' has a number below 1"),
         ("[1, 2]", "2", "'ranks' is 2 (int) but must be of type"),
@@ -510,16 +507,8 @@ def test_interquartile_mean(size: int) -> None:
 
 def test_the_bootstrap_covers_what_it_should() -> None:
     generator = np.random.default_rng(1)
-    intervals = [measures.bootstrap_interval([generator.normal(size=30)]) for _ in range(200)]
+    intervals = [measures.bootstrap_interval(generator.normal(size=30)) for _ in range(200)]
     assert 0.88 <= np.mean([low <= 0 <= high for low, high in intervals]) <= 0.98
-
-
-def test_the_bootstrap_keeps_strata_apart() -> None:
-    """Drawn from all together, the share of each would vary."""
-    strata = [np.full(4, 1.0), np.full(4, 5.0)]
-    assert measures.bootstrap_interval(strata) == (3.0, 3.0)
-    low, high = measures.bootstrap_interval([np.concatenate(strata)])
-    assert low < 3 < high
 
 
 def test_a_target_is_reached_by_a_whole_window() -> None:
@@ -970,7 +959,7 @@ ATARI = PRESET.replace('Pole = "game.toml"', 'Pong = "a.toml"\nBreakout = "b.tom
 
 
 @pytest.mark.slow
-def test_several_games_are_put_together_by_human_scores(there: Path, no_pictures: None) -> None:
+def test_games_have_scores_beside_human_ones(there: Path, no_pictures: None) -> None:
     for name, game in (("a", "Pong"), ("b", "Breakout")):
         (there / f"{name}.toml").write_text(
             f'total_steps = 3000\n[env]\nid = "ALE/{game}-v5"\n[evaluation]\nepisodes = 2'
@@ -980,7 +969,7 @@ def test_several_games_are_put_together_by_human_scores(there: Path, no_pictures
     for run in plan.runs:
         make_run(run.folder, run.config, run.cell.ranks, score=human[run.cell.game])
     page, rows = report()
-    assert [row[3] for row in cells_of(page, "All games together")] == ["100 % [100 %, 100 %]"] * 4
+    assert {row[6] for row in cells_of(page, "Scores")} == {"100 % [100 %, 100 %]"}
     assert {row["game"] for row in rows} == set(human)
 
 
