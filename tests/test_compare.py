@@ -507,8 +507,16 @@ def test_interquartile_mean(size: int) -> None:
 
 def test_the_bootstrap_covers_what_it_should() -> None:
     generator = np.random.default_rng(1)
-    intervals = [measures.bootstrap_interval(generator.normal(size=30)) for _ in range(200)]
+    intervals = [measures.bootstrap_interval([generator.normal(size=30)]) for _ in range(200)]
     assert 0.88 <= np.mean([low <= 0 <= high for low, high in intervals]) <= 0.98
+
+
+def test_the_bootstrap_keeps_strata_apart() -> None:
+    """Drawn from all together, the share of each would vary."""
+    strata = [np.full(4, 1.0), np.full(4, 5.0)]
+    assert measures.bootstrap_interval(strata) == (3.0, 3.0)
+    low, high = measures.bootstrap_interval([np.concatenate(strata)])
+    assert low < 3 < high
 
 
 def test_a_target_is_reached_by_a_whole_window() -> None:
@@ -959,7 +967,7 @@ ATARI = PRESET.replace('Pole = "game.toml"', 'Pong = "a.toml"\nBreakout = "b.tom
 
 
 @pytest.mark.slow
-def test_games_have_scores_beside_human_ones(there: Path, no_pictures: None) -> None:
+def test_several_games_are_put_together_by_human_scores(there: Path, no_pictures: None) -> None:
     for name, game in (("a", "Pong"), ("b", "Breakout")):
         (there / f"{name}.toml").write_text(
             f'total_steps = 3000\n[env]\nid = "ALE/{game}-v5"\n[evaluation]\nepisodes = 2'
@@ -969,7 +977,7 @@ def test_games_have_scores_beside_human_ones(there: Path, no_pictures: None) -> 
     for run in plan.runs:
         make_run(run.folder, run.config, run.cell.ranks, score=human[run.cell.game])
     page, rows = report()
-    assert {row[6] for row in cells_of(page, "Scores")} == {"100 % [100 %, 100 %]"}
+    assert [row[3] for row in cells_of(page, "All games together")] == ["100 % [100 %, 100 %]"] * 4
     assert {row["game"] for row in rows} == set(human)
 
 

@@ -181,10 +181,11 @@ def interquartile_mean(values: np.ndarray) -> np.ndarray:
     return mean
 
 
-def bootstrap_interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the interquartile mean (Agarwal et al. 2021, arXiv 2108.13264, section
-    4.1). The random numbers are the same each time."""
-    drawn = np.random.default_rng(0).choice(values, (_RESAMPLES, len(values)))
+def bootstrap_interval(strata: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Return the 95 % percentile interval of the interquartile mean of all values, resampled within each stratum
+    (Agarwal et al. 2021, arXiv 2108.13264, section 4.1). The random numbers are the same each time."""
+    generator = np.random.default_rng(0)
+    drawn = np.concatenate([generator.choice(values, (_RESAMPLES, len(values))) for values in strata], axis=1)
     low, high = np.percentile(interquartile_mean(drawn), (2.5, 97.5))
     return float(low), float(high)
 

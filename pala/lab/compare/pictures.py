@@ -159,7 +159,7 @@ def _final_scores(comparison: Comparison) -> Figure | None:
 def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Comparison) -> None:
     for y, (cell, values) in enumerate(scores.items()):
         colour = line_look(comparison.looks[cell.variant])["color"]
-        panel.hlines(y, *bootstrap_interval(values), color=colour, linewidth=9, alpha=0.3)
+        panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
         panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
         panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)
     labels = [f"{cell.variant}, {counted(cell.ranks, 'rank')}" for cell in scores]

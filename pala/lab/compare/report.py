@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ def markdown(comparison: Comparison, folder: Path, images: Sequence[str], gaps: 
         *(f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in images),
     )
     page.section("Scores", _SCORES, table(_SCORES_COLUMNS, groups))
+    page.section("All games together", _GAMES, table(_GAMES_COLUMNS, _over_games(comparison)))
     page.section("Speed", _SPEED, table(_SPEED_COLUMNS, groups) if timed else "")
     page.section("The way to a target return", _TARGET, table(_TARGET_COLUMNS + _MINUTES * timed, targets))
     page.section("Scaling", _SCALING, table(_SCALING_COLUMNS, _scaling(comparison)))
@@ -102,6 +103,8 @@ def markdown(comparison: Comparison, folder: Path, images: Sequence[str], gaps: 
 _SCORES = f"""Interquartile mean over runs [95 % bootstrap interval]. Evaluation: mean unclipped return of the final
 policy. Training: of the last {WINDOW} training episodes of all ranks (of all, if fewer). AUC: mean of the learning
 curve over the steps that all runs of the game and number of ranks have."""
+_GAMES = """Human-normalised score: interquartile mean over runs and games [95 % interval, bootstrapped within games],
+of variants that have played all games; a game with more runs weighs more."""
 _SPEED = """Steps of all ranks a second: median (range) over runs; the ratio to `none` is taken seed by seed. Shares of
 the learner's time: means."""
 _TARGET = f"""When the mean of {WINDOW} training episodes first was at least the target: median over runs, in which runs
@@ -154,7 +157,7 @@ class Group:
 
     def values(self, value: Callable[[Run], float | None]) -> list[float]:
         """Return the values of those runs that have one."""
-        return [found for run in self.runs if (found := value(run)) is not None]
+        return _values(self.runs, value)
 
     def mean(self, value: Callable[[Run], float | None]) -> float | None:
         """Return the mean over the runs that have such a value."""
@@ -184,6 +187,21 @@ class Group:
         return [run.reaches(self.target) for run in self.runs]
 
 
+def _values(runs: Iterable[Run], value: Callable[[Run], float | None]) -> list[float]:
+    return [found for run in runs if (found := value(run)) is not None]
+
+
+def _over_games(comparison: Comparison) -> list[tuple[int, str, list[list[float]]]]:
+    """Return ranks, variant and each game's scores, of the variants that have played several games, and all."""
+    games, rows = list(comparison.preset.games), []
+    for ranks, variant in dict.fromkeys((cell.ranks, cell.variant) for cell in comparison.cells):
+        of_games = [comparison.cells.get(Cell(variant, game, ranks), []) for game in games]
+        scores = [_values(runs, lambda run: run.normalised) for runs in of_games]
+        if len(games) > 1 and all(scores):
+            rows.append((ranks, variant, scores))
+    return rows
+
+
 def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
     return [
         {"game": game, "variant": variant, "ranks": ranks, "speed": speed, "efficiency": efficiency, "N0": min(speeds)}
@@ -195,16 +213,18 @@ def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
 
-def _interval(form: Callable[[float], str] = short_number) -> Callable[[Sequence[float]], str]:
-    """Return a form for values: `17.9 [16.2, 18.8]`; a single value has no interval."""
+def _interval(form: Callable[[float], str] = short_number) -> Callable[[Sequence[Sequence[float]]], str]:
+    """Return a form for values by stratum: `17.9 [16.2, 18.8]`; a single value has no interval."""
 
-    def text(values: Sequence[float]) -> str:
-        if not values:
+    def text(strata: Sequence[Sequence[float]]) -> str:
+        arrays = [np.array(values) for values in strata]
+        together = np.concatenate(arrays)
+        if not len(together):
             return ""
-        mean = form(float(interquartile_mean(np.array(values))))
-        if len(values) == 1:
+        mean = form(float(interquartile_mean(together)))
+        if max(map(len, arrays)) == 1:
             return mean
-        low, high = bootstrap_interval(np.array(values))
+        low, high = bootstrap_interval(arrays)
         return f"{mean} [{form(low)}, {form(high)}]"
 
     return text
@@ -246,10 +266,16 @@ _SCORES_COLUMNS = [
     *_NAMES,
     Column("runs", lambda group: len(group.runs)),
     Column("steps", lambda group: statistics.median(run.last["global_steps"] for run in group.runs), ",.0f"),
-    Column("evaluation", lambda group: group.values(lambda run: run.score), _interval()),
-    Column("human-normalised", lambda group: group.values(lambda run: run.normalised), _interval(_percent)),
-    Column("training", lambda group: group.values(lambda run: run.training_score), _interval()),
-    Column("AUC", lambda group: group.auc(), _interval()),
+    Column("evaluation", lambda group: [group.values(lambda run: run.score)], _interval()),
+    Column("human-normalised", lambda group: [group.values(lambda run: run.normalised)], _interval(_percent)),
+    Column("training", lambda group: [group.values(lambda run: run.training_score)], _interval()),
+    Column("AUC", lambda group: [group.auc()], _interval()),
+]
+_GAMES_COLUMNS: list[Column[tuple[int, str, list[list[float]]]]] = [
+    Column("ranks", lambda row: row[0]),
+    Column("variant", lambda row: row[1]),
+    Column("runs", lambda row: sum(map(len, row[2]))),
+    Column("human-normalised", lambda row: row[2], _interval(_percent)),
 ]
 _SPEED_COLUMNS = [
     *_NAMES,
