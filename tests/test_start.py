@@ -39,7 +39,7 @@ runpy.run_module("pala.train", run_name="__main__", alter_sys=True)
 
 @pytest.mark.slow
 def test_the_start_is_a_short_walk(tmp_path: Path) -> None:
-    """The bounds are what was reached and a little, as a slow start says more: who makes the start longer sees it here."""
+    """The bounds are what was reached and a little, as a slow start says more."""
     options = [
         "--env.id", "ALE/Pong-v5", "--env.num-envs", "2", "--total-steps", "100", "--evaluation.episodes", "0",
         "--run.dir", str(tmp_path),
