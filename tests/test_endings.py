@@ -7,6 +7,7 @@ import builtins
 import errno
 import itertools
 import os
+import re
 import shutil
 import sys
 import threading
@@ -596,6 +597,63 @@ def test_a_run_that_left_out_all_of_its_updates_has_failed(tmp_path: Path) -> No
     ranks.train()
     assert [type(result) for result in ranks.results] == [EndError, EndError], ranks.results
     assert ranks.segment["status"] == "failed" and not ranks.record["completed"]
+
+
+def raises(env: gymnasium.Env) -> None:
+    raise ValueError("no level")
+
+
+@pytest.mark.parametrize(
+    ("first", "sentence"),
+    [
+        (lambda: np.zeros(2, bool), "gives an action mask that allows no action"),
+        (lambda: np.ones(3, bool), r"gives action masks, but one has the shape \(3,\)"),
+        (lambda: np.full(2, np.nan), "gives action masks, but one has other numbers than 0 and 1"),
+        (raises, "fails in its first reset: 'reset' raised ValueError: no level"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_is_wrong_in_the_first_reset_is_a_mistake_of_all_ranks_that_leaves_no_run(
+    first: Callable[..., Any], sentence: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    class Own(gymnasium.Wrapper):
+        def reset(self, **arguments: Any) -> Any:
+            return raises(self) if first is raises else super().reset(**arguments)
+
+        if first is not raises:
+
+            def action_masks(self) -> Any:
+                return first()
+
+    job = Ranks(ranks, configure(tmp_path), make_env=lambda: Own(gymnasium.make("CartPole-v1")))
+    job.train()
+    assert [type(error) for error in job.results] == [CollectiveError] * ranks
+    assert len(set(map(str, job.results))) == 1
+    assert re.match(rf"The environment 'CartPole-v1' {sentence}", str(job.results[0]))
+    assert not list(tmp_path.iterdir()) and not capsys.readouterr().err
+
+
+def test_what_is_wrong_in_the_first_reset_of_a_resumed_run_changes_nothing_in_it(tmp_path: Path) -> None:
+    ranks = Ranks(2, configure(tmp_path))
+    ranks.train()
+    before = contents(tmp_path)
+    del before[tmp_path / "r/.lock"]  # says who had it last
+    ranks = Ranks(2, replace(ranks.config, total_steps=1200), make_env=Unready)
+    ranks.resume = tmp_path / "r"
+    ranks.train()
+    assert [type(error) for error in ranks.results] == [CollectiveError] * 2, ranks.results
+    after = contents(tmp_path)
+    assert {path: after.get(path) for path in before} == before and len(after) == len(before) + 1
+
+
+class Unready(gymnasium.Wrapper):
+    """CartPole that cannot be reset."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+
+    def reset(self, **arguments: Any) -> Any:
+        raise ValueError("no level")
 
 
 def test_a_run_of_gorila_without_an_update_says_that_it_learned_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -262,6 +263,41 @@ def test_a_reset_that_fails_after_an_episode_leaves_the_episode_whole(vectorizat
     assert not any(step.failed.any() for step in steps)
     assert steps[3].terminated[0] and steps[3].episodes[0].episode_return == 4
     assert steps[3].observations.tolist() == [[0, 0]] and steps[4].observations.tolist() == [[1, 1]]
+
+
+class _RaisesFirst(Plain):
+    def reset(self, *, seed=None, options=None):
+        raise ValueError("level file not found.")
+
+
+class _DiesFirst(Plain):
+    def reset(self, *, seed=None, options=None):
+        os._exit(3)
+
+
+class _NotFiniteFirst(Plain):
+    def look(self):
+        return np.full(2, np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("make_env", "vectorization", "sentence"),
+    [
+        (_RaisesFirst, "sync", r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
+        (_RaisesFirst, "async", r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
+        (_DiesFirst, "async", r"its process has ended \(status 3\)\."),
+        (_NotFiniteFirst, "sync", r"'reset' returned an observation that is not finite\."),
+    ],
+)
+def test_a_failure_in_the_first_reset_is_told_and_no_environment_made_anew(make_env, vectorization, sentence, capfd):
+    with (
+        pytest.raises(
+            PalaError, match=rf"^The environment '{make_env.__name__}' fails in its first reset: {sentence}$"
+        ),
+        make_envs(EnvConfig(num_envs=2, vectorization=vectorization), make_env=make_env) as envs,
+    ):
+        envs.reset(SEEDS)
+    assert not capfd.readouterr().err and not multiprocessing.active_children()
 
 
 def test_an_environment_that_takes_another_s_place_plays_other_episodes_and_a_repeatable_one():

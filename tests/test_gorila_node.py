@@ -389,7 +389,7 @@ def test_a_rank_alone_trains_from_its_first_step_to_its_last() -> None:
     """By the loop as it is run, not in lockstep."""
     (rank,) = make_ranks(1, make_config(total_steps=100))
     records: list[dict] = []
-    assert rank.worker.run(ENV_SEEDS[:1], records.extend, lambda: None) is Stop.BUDGET
+    assert rank.worker.run(rank.envs.reset(ENV_SEEDS[:1]), records.extend, lambda: None) is Stop.BUDGET
     assert records[-1]["local_steps"] == records[-1]["global_steps"] == 100
     assert records[-1]["server_updates"] == records[-1]["updates"] == 19
     assert not rank.sent

@@ -137,7 +137,7 @@ def test_what_takes_longer_than_its_interval_is_not_done_after_every_update(what
     usual_clock = time.perf_counter
     with mock.patch.object(loop.time, "perf_counter", lambda: usual_clock() + now[0]):
         usual = (run.records.extend, slow) if what == "checkpoint_interval_s" else (slow, run.save)
-        run.learner.run(derive(1, 0, "environments", ENVS), *usual)
+        run.learner.run(run.envs.reset(derive(1, 0, "environments", ENVS)), *usual)
     assert len(done) == (3 if what == "checkpoint_interval_s" else 4)  # after updates 3, 6, 9; and at the end
 
 

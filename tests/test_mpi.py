@@ -131,6 +131,34 @@ def test_a_users_mistake_is_one_sentence(any_mpi: Launcher, tmp_path: Path) -> N
     assert_one_sentence(job.status, job.output, sentence, tmp_path)
 
 
+OWN = """
+import gymnasium, numpy
+class Own(gymnasium.Wrapper):
+    def reset(self, **arguments):
+        if self.unwrapped.spec.id == "Raises-v0":
+            raise ValueError("no level")
+        return super().reset(**arguments)
+    def action_masks(self):
+        return numpy.zeros(2, bool)
+for name in ("Masked-v0", "Raises-v0"):
+    gymnasium.register(name, lambda **more: Own(gymnasium.make("CartPole-v1").unwrapped))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("Masked-v0", "an action mask that allows no action"), ("Raises-v0", "raised ValueError")]
+)
+def test_mistakes_of_the_first_reset_are_one_sentence(
+    ranks: int, name: str, sentence: str, any_mpi: Launcher, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    job = any_mpi.train(ranks, "--env.id", f"own:{name}", "--env.num-envs", "2", cwd=tmp_path)
+    assert_one_sentence(job.status, job.output, sentence, tmp_path)
+    assert "MPI_ABORT" not in job.output, job.output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "sentence"),

@@ -193,7 +193,7 @@ def test_memory_ends_with_an_episode_and_lasts_over_updates() -> None:
 def test_new_games_begin_without_memory() -> None:
     run = Run(configured(BATCH), network=Counting())
     run.go()
-    run.learner.reset(np.arange(ENVS, dtype=np.int32))
+    run.learner.begin(run.envs.reset(np.arange(ENVS, dtype=np.int32)))
     assert run.a2c.tape.peek(torch.zeros(ENVS, 2))[1].tolist() == [[0.0]] * ENVS
 
 

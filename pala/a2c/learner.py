@@ -52,8 +52,9 @@ class Learner(Loop):
         config = agent.config
         self._ends_alone = not (config.exchange_kind.averages_gradients or config.exchange.has_groups)
 
-    def reset(self, env_seeds: np.ndarray) -> None:
-        self._look(self._envs.reset(env_seeds))
+    def begin(self, observations: np.ndarray | None) -> None:
+        assert observations is not None, "every rank of A2C acts"
+        self._look(observations)
         self._tape.forget()
         if self._masks is not None and self._rank == 0:
             log("Action masks: the environment says which actions it allows, and no other is taken.")

@@ -3,7 +3,7 @@
 An environment fails that raises an error, breaks the interface after its first step, or gives a reward or an
 observation that is not finite; in a process of its own also one whose process dies or does not answer
 (`processes.py`). A new one takes its place and begins an episode. The step in which it failed is no transition, and
-the episode that it cut is in no return.
+the episode that it cut is in no return. A failure in the first reset is a mistake of the start.
 """
 
 from __future__ import annotations
@@ -64,6 +64,12 @@ def failure_of(what: str, error: BaseException) -> Failure:
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-_FRAMES, chain=False))
     words = " ".join(str(error).split())
     return Failure(f"{what} raised {type(error).__name__}: {words}{place}{advice}", trace)
+
+
+def error_of_first_reset(failure: Failure, name: str) -> PalaError:
+    """Make the error for a failure in the first reset of the environment `name`: a mistake of the start, which making
+    it anew does not mend."""
+    return PalaError(f"The environment '{name}' fails in its first reset: {failure.text.rstrip('.')}.")
 
 
 def seed_after(seed: int | None, renewals: int) -> int | None:

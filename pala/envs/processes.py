@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, clear_mpi_env_vars, iterate
 
-from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
+from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, error_of_first_reset, failure_of, seed_after
 from pala.envs.renewed import Maker
 from pala.system.errors import PalaError
 from pala.system.output import log
@@ -159,6 +159,7 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._factory, self._packed = factory, _packed(factory)
         self._restarts, self._in_a_row = restarts, [0] * num_envs
+        self._has_begun = False
         self._seeds: list[int | None] = [None] * num_envs
         self._renewals = [0] * num_envs
         # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
@@ -185,6 +186,9 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         for index in range(self.num_envs):
             self._ask(index, ("reset", self._seeds[index]))
         answers, lost = self._answers()
+        if lost and not self._has_begun:
+            raise error_of_first_reset(next(iter(lost.values())), self._factory.name)
+        self._has_begun = True
         answers |= self._renewed(lost)
         infos: dict[str, Any] = {}
         for index in range(self.num_envs):

@@ -8,7 +8,15 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 
-from pala.envs.failures import FAILURES, EnvFaultError, FailedTooOftenError, Failure, failure_of, seed_after
+from pala.envs.failures import (
+    FAILURES,
+    EnvFaultError,
+    FailedTooOftenError,
+    Failure,
+    error_of_first_reset,
+    failure_of,
+    seed_after,
+)
 from pala.system.errors import PalaError
 
 
@@ -27,7 +35,8 @@ class Maker(Protocol):
 class Renewed(gymnasium.Wrapper):
     """Outermost wrapper of an environment. Where the one inside fails, it makes another and begins an episode: such a
     step ends nothing, gives no reward, and has the failures in its info. Raises FailedTooOftenError after more than
-    `restarts` failures without a whole episode in between, and PalaError for a mistake of the user's."""
+    `restarts` failures without a whole episode in between, and PalaError for a failure in the first reset or another
+    mistake of the user's."""
 
     def __init__(self, maker: Maker, restarts: int, in_a_row: int = 0) -> None:
         """`in_a_row`: failures of environments in whose place this one is."""
@@ -35,6 +44,7 @@ class Renewed(gymnasium.Wrapper):
         self._maker = maker
         self._restarts = restarts
         self._in_a_row = in_a_row
+        self._has_begun = in_a_row > 0  # this one, or one in whose place it is
         self._seed: int | None = None
         self._renewals = 0
         self._is_float = np.dtype(self.observation_space.dtype).kind == "f"
@@ -44,11 +54,16 @@ class Renewed(gymnasium.Wrapper):
         if seed is not None:
             self._seed = seed
         try:
-            return self._reset(seed, options)
+            observation, info = self._reset(seed, options)
         except PalaError:
             raise
         except (Exception, SystemExit) as error:  # it is the user's code: anything may happen
-            return self._renew(failure_of("'reset'", error))
+            failure = failure_of("'reset'", error)
+            if not self._has_begun:
+                raise error_of_first_reset(failure, self._maker.name) from None
+            return self._renew(failure)
+        self._has_begun = True
+        return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step, or begin an episode in a new environment."""

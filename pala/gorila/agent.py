@@ -31,6 +31,7 @@ from pala.networks.network import FlatParameters, Network, blank_observations
 from pala.networks.own import MakeNetwork
 from pala.run import checkpoint
 from pala.run.agent import Agent, device_and_precision
+from pala.run.run import Run
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.output import log
@@ -137,6 +138,14 @@ class GorilaAgent(Agent[GorilaExchange]):
             "filter": asdict(dqn.filter),
         }
         return tensors, {"gorila": counters}
+
+    def reset_envs(self, run: Run) -> None:
+        super().reset_envs(run)
+        if self.envs.action_masks is not None:
+            raise PalaError(
+                f"The environment '{self.envs.name}' gives action masks, but 'algorithm' is 'gorila', whose replay "
+                "keeps none; set it to 'a2c', or leave the masks out by a wrapper."
+            )
 
     def before_training(self, previous: Path | None) -> None:
         """Warn of settings, and after a resume draw minibatches anew and delete the replay of the segment before.

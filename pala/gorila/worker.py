@@ -68,16 +68,10 @@ class Worker(Loop):
         self._not_finite_in_a_row = 0
         self._logged_steps, self._logged_discarded = self.counters.local_steps, dqn.filter.discarded
 
-    def reset(self, env_seeds: np.ndarray) -> None:
+    def begin(self, observations: np.ndarray | None) -> None:
         self._dqn.tape.begin()
         self._dqn.target_tape.begin()
-        if self._acts:
-            observations = self._envs.reset(env_seeds)
-            if self._envs.action_masks is not None:
-                raise PalaError(
-                    f"The environment '{self._envs.name}' gives action masks, but 'algorithm' is 'gorila', whose "
-                    "replay keeps none; set it to 'a2c', or leave the masks out by a wrapper."
-                )
+        if observations is not None:
             with self._exchange.node() as node:
                 node.reset(reset_frames(observations, self._frame_stack))
             self._observations = self._to_device(observations)

@@ -54,10 +54,14 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
             is_own = code.make_network is not None or config.network.custom
             if comm.rank == 0 and is_own and len(envs.observation_space.shape or ()) == 3:
                 log("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
-            job.notes.stage("makes the run's folder and the first checkpoint, or reads the last")
+            job.notes.stage("makes the run's folder, or reads the last checkpoint")
             with open_run(comm, config, resume, request.preset or config.env.short_id, job.hosts) as run:
                 with run.removed_if_nobody_starts():
                     agent.begin(comm, run)
+                    job.notes.stage("begins the games")
+                    # A mistake that the first reset shows is one of the start.
+                    collectively(comm, lambda: agent.reset_envs(run))
+                    job.notes.stage("makes the first checkpoint")
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: agent.save(run, exchange=None))
                     # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
@@ -67,7 +71,7 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     run.start_record(comm, describe(job, request, code, agent, run))
                 if comm.rank == 0 and config.run.console != "none":
                     print_result(header(job, agent, run))
-                job.notes.stage("begins the exchange with the other ranks, and the games")
+                job.notes.stage("begins the exchange with the other ranks")
                 if not agent.acts:  # it needed their spaces alone
                     envs.close()
                 with failing(job, run):
@@ -185,6 +189,7 @@ def start_spare(
                 return None
             log(f"[rank {rank}] takes the place of a rank that is gone.")
             agent.begin_late(run, exchange.state(), time.perf_counter() - began_s)
+            agent.reset_envs(run)
             run.start_metrics(agent.counters, agent.start.global_steps)
             if run.config.run.trace:
                 _record_late(run, exchange, job.comm.host)

@@ -123,7 +123,7 @@ class Training:
                 self._request.on_count(updates)
             self._call("on_update", self._callbacks.on_update)
 
-        stop = loop.run(self._agent.env_seeds(run), on_interval, self._keep, updated)
+        stop = loop.run(self._agent.first_observations, on_interval, self._keep, updated)
         # A full disk should not keep the ranks from the smaller file, the final policy, nor the others from going on.
         if stop.completes or stop is Stop.NONE:
             self._keep()

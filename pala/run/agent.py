@@ -59,6 +59,8 @@ class Agent(abc.ABC, Generic[ExchangeT]):
     counters: Counters = field(init=False, default_factory=Counters)
     generator: torch.Generator = field(init=False, repr=False)  # of its actions
     start: ExchangeState = field(init=False, repr=False)  # what its exchange begins with
+    first_observations: np.ndarray | None = field(init=False, default=None, repr=False)
+    """First observations of the environments, [B, *obs]; None: this rank does not act."""
     saved_lost: Sequence[int] | None = field(init=False, default=None)
     """Ranks that the newest checkpoint calls lost; None: the newest state could not be saved."""
 
@@ -149,9 +151,11 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         """Give all ranks the root's `shared_tensors`, the parameters checked by checksum. Collective."""
         share_tensors(comm, self.shared_tensors, self.flat.data, root)
 
-    def env_seeds(self, run: Run) -> np.ndarray:
-        """Return a seed for each of the environments, int32; new ones in each segment."""
-        return derive(self.config.seed, self.rank, f"environments {_purpose(run)}", self.envs.num_envs)
+    def reset_envs(self, run: Run) -> None:
+        """Begin the games, by new seeds in each segment, unless this rank only answers others. Raises PalaError."""
+        if self.acts:
+            seeds = derive(self.config.seed, self.rank, f"environments {_purpose(run)}", self.envs.num_envs)
+            self.first_observations = self.envs.reset(seeds)
 
     # ---- what is kept of it ----------------------------------------------------------------------------------------
 

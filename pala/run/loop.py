@@ -81,7 +81,7 @@ class Loop(abc.ABC):
 
     def run(
         self,
-        env_seeds: np.ndarray,
+        observations: np.ndarray | None,
         on_interval: Callable[[list[Record]], None],
         save: Callable[[], None],
         on_update: Callable[[int], None] = nothing_on_update,
@@ -89,11 +89,11 @@ class Loop(abc.ABC):
         """Train to the end, by the budget, a signal, a callback or because all leave; returns why, or NONE if this rank
         has left.
 
-        `on_interval` gets the new records every `log_interval_s`, `save` is called every `checkpoint_interval_s`,
-        `on_update` gets the number of updates that this rank has made after each of them.
+        `observations`: as in `begin`. `on_interval` gets the new records every `log_interval_s`, `save` is called every
+        `checkpoint_interval_s`, `on_update` gets the number of updates that this rank has made after each of them.
         """
         self._on_update = on_update
-        self.reset(env_seeds)
+        self.begin(observations)
         self._watch.split()
         now = time.perf_counter()
         next_log, next_save = now + self._run.log_interval_s, now + self._run.checkpoint_interval_s
@@ -122,8 +122,8 @@ class Loop(abc.ABC):
         return self._exchange.stop
 
     @abc.abstractmethod
-    def reset(self, env_seeds: np.ndarray) -> None:
-        """Begin new games."""
+    def begin(self, observations: np.ndarray | None) -> None:
+        """Begin with the first observations, [B, *obs]; None: this rank does not act."""
 
     @abc.abstractmethod
     def _advance(self) -> None:

@@ -174,7 +174,8 @@ def play(ranks: Sequence[Rank]) -> Iterator[None]:
     roles = ranks[0].node.roles
     order = [ranks[rank] for rank in dict.fromkeys((*roles.actors, *roles.learners))]
     for rank in order:
-        rank.worker.reset(ENV_SEEDS[: rank.envs.num_envs])
+        acts = rank.rank in roles.actors
+        rank.worker.begin(rank.envs.reset(ENV_SEEDS[: rank.envs.num_envs]) if acts else None)
     while True:
         for rank in order:
             rank.worker._advance()

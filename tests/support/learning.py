@@ -106,7 +106,7 @@ class Run:
 
     def go(self) -> Stop:
         seeds = derive(self.config.seed, 0, "environments", ENVS)
-        return self.learner.run(seeds, self.records.extend, self.save)
+        return self.learner.run(self.envs.reset(seeds), self.records.extend, self.save)
 
     def save(self) -> None:
         self.saves += 1

@@ -236,7 +236,7 @@ class _Rank:
         self.envs, self.exchange = envs, PassiveExchange(ranks)
         self.network, self.flat = agent.network, agent.flat
         self.learner = agent.make_loop(self.exchange, Interrupt())
-        self.learner.reset(derive(config.seed, rank, "environments simulated", envs.num_envs))
+        self.learner.begin(envs.reset(derive(config.seed, rank, "environments simulated", envs.num_envs)))
 
 
 def learn(
