@@ -217,7 +217,8 @@ class Supervisor:
                 if complete:
                     left = ", but for what follows training: the same command makes up for it"
                     end = f"the run is complete{self._what_failed() if is_done else left}"
-                self._say(f"the job ended with status {status} after {signal.Signals(self._signal).name}; {end}.")
+                how = f" with status {status}" * (status != 0)
+                self._say(f"the job ended{how} after {signal.Signals(self._signal).name}; {end}.")
                 return 0 if is_done else 128 + self._signal
             if complete:
                 times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
@@ -232,7 +233,8 @@ class Supervisor:
                 return 2
             has_trained |= run_folder.num_segments(self.run) > before
             known, steps = steps, self._steps()
-            self._say(f"the job ended with status {status}; the run is not complete. Checkpoints: {steps:,} steps.")
+            what = f"with status {status}; the run is not complete" if status else "before the run was complete"
+            self._say(f"the job ended {what}. Checkpoints: {steps:,} steps.")
             futile = futile + 1 if 0 <= known >= steps else 0
             if futile == _FUTILE_RESTARTS:
                 return self._give_up(f"{futile} restarts one after the other brought no newer checkpoint")
@@ -416,9 +418,14 @@ class Supervisor:
         last = run_folder.read(self.run)["segments"][-1] if self._has_record() else {}
         conclusion = last.get("conclusion", {})
         failed = [what for what, outcome in conclusion.items() if what != "rank" and outcome != "done"]
-        programs = ["evaluate" if what == "evaluation" else "plot" for what in failed]
-        commands = " and ".join(f"`python -m pala.{program} {shlex.quote(str(self.run))}`" for program in programs)
-        return f", but for its {' and '.join(failed)}: try {commands}" if failed else ""
+        if not failed:
+            return ""
+        from pala.run.user_code import trust_option
+
+        run, trust = shlex.quote(str(self.run)), trust_option(self.run, run_folder.config_of(self.run))
+        programs = [f"evaluate {run}{trust}" if what == "evaluation" else f"plot {run}" for what in failed]
+        commands = " and ".join(f"`python -m pala.{program}`" for program in programs)
+        return f", but for its {' and '.join(failed)}: try {commands}"
 
     def _steps(self) -> int:
         from pala.run.checkpoint import global_steps  # loads torch: only when something went wrong
@@ -471,8 +478,11 @@ class Supervisor:
             probe.reap()
 
     def _give_up(self, why: str) -> int:
-        go_on = f"go on with `--resume {shlex.quote(str(self.run))}`"
-        if not self._has_record():
+        if self._has_record():
+            from pala.run.user_code import resume_option  # only when something went wrong
+
+            go_on = f"go on with `{resume_option(self.run, run_folder.config_of(self.run))}`"
+        else:
             go_on = "give the same command again; nothing was trained"
             if self._saw_record:
                 go_on = "put its folder back, which was deleted while it trained, or begin anew by the same command"

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from pala import supervise
-from pala.config import Config, load_preset
+from pala.config import Config, EnvConfig, load_preset
 from pala.run import checkpoint, end_watch, run_folder
 from pala.run.end_watch import EndWatch
 from pala.run.lock import lock_folder, supervised
@@ -478,6 +478,34 @@ def test_a_run_is_resumed_until_its_record_says_that_it_is_complete(there: Path,
     assert supervisor.told == [["--run.name", "r", "--total-steps", "300", "--run.name", "r"], again, again]
     said = capsys.readouterr().err
     assert "Checkpoints: 1,100 steps" in said and "is complete after 2 restarts" in said
+    assert said.count("the job ended before the run was complete. ") == 1 and "status 0" not in said
+    assert said.count("the job ended with status 137; the run is not complete. ") == 1
+
+
+def test_what_is_told_to_do_with_a_run_that_brings_code_along_trusts_it(there: Path, capsys) -> None:
+    """Else it would be refused."""
+
+    def fails(of: Scripted) -> int:
+        of.run.mkdir(parents=True)
+        run_folder.RunRecord.begin(of.run, Config(env=EnvConfig("own:Maze-v0")), {})
+        return 1
+
+    def completes(of: Scripted) -> int:
+        fails(of)
+        record = run_folder.RunRecord.take_over(of.run)
+        record.end("completed")
+        record.note(conclusion={"evaluation": "failed", "rank": 0})
+        of._signal = signal.SIGTERM
+        return 0
+
+    for name, job, says in (
+        ("r", fails, "go on with `--resume runs/r --trust-run`"),
+        ("s", completes, "try `python -m pala.evaluate runs/s --trust-run`"),
+    ):
+        Scripted(["--run.name", name, "--restarts", "0"], [job]).supervise()
+        assert says in capsys.readouterr().err
+    with pytest.raises(PalaError, match="go on with it by `--resume runs/r --trust-run`"):
+        Scripted(["--run.name", "r"], []).supervise()
 
 
 def test_restarts_are_bounded(there: Path, capsys) -> None:

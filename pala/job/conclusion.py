@@ -87,7 +87,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
 def _going_on(run: Path, config: Config) -> str:
     """Return how a stopped run is resumed as it was started, spares included."""
     spares = config.run.spares
-    resume = f"--resume {shlex.quote(str(run))}{user_code.trust_option(run, config)}"
+    resume = user_code.resume_option(run, config)
     if os.environ.get(SUPERVISED):
         return f"the command that started it, with `{resume}` in place of the preset"
     ranks = run_folder.read(run)["segments"][-1]["ranks"] + spares

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import reprlib
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +96,9 @@ def taken(path: Path) -> PalaError:
     """Return why a new run cannot be made there."""
     other = "move it away: it holds no run to resume"
     if (path / "run.json").exists():
-        other = f"go on with it by `--resume {shlex.quote(str(path))}`"
+        from pala.run.user_code import resume_option  # which imports this module
+
+        other = f"go on with it by `{resume_option(path, config_of(path))}`"
     return PalaError(
         f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or {other}."
     )

@@ -77,6 +77,11 @@ def trust_option(run: Path, config: Config) -> str:
     return " --trust-run" * bool(_pieces(run, config, NO_CODE))
 
 
+def resume_option(run: Path, config: Config) -> str:
+    """Return the options that continue a run, with `--trust-run` if it brings code along."""
+    return f"--resume {shlex.quote(str(run))}{trust_option(run, config)}"
+
+
 def _whole_command() -> str:
     """Return the command to give instead, for a program that mpirun does not start."""
     program = sys.argv[0]
