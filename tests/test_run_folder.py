@@ -202,6 +202,26 @@ def test_without_locks_a_job_that_was_stopped_is_over_when_all_is_saved(
     assert run_folder.is_over(tmp_path, 0) and not run_folder.is_over(tmp_path, 1)
 
 
+@pytest.mark.parametrize("folder", ["/proc", "/proc/none", "file", "file/runs"])
+def test_who_supervises_is_told_at_once_where_no_run_can_be(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The job would find it, but seconds later, and no lock is to blame."""
+    (tmp_path / "file").touch()
+    run = tmp_path / folder / "r"
+    with pytest.raises(PalaError, match=f"Run folder '{run}' cannot be made: .*; see 'run.dir'"), supervised(run):
+        pass
+    assert not capsys.readouterr().err
+
+
+def test_where_there_are_no_locks_a_supervisor_says_so_and_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with supervised(tmp_path / "r"):
+        assert "see to it that nobody else supervises the run" in capsys.readouterr().err
+
+
 def no_locks(*_: object) -> None:
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -504,8 +504,6 @@ def test_what_is_told_to_do_with_a_run_that_brings_code_along_trusts_it(there: P
     ):
         Scripted(["--run.name", name, "--restarts", "0"], [job]).supervise()
         assert says in capsys.readouterr().err
-    with pytest.raises(PalaError, match="go on with it by `--resume runs/r --trust-run`"):
-        Scripted(["--run.name", "r"], []).supervise()
 
 
 def test_restarts_are_bounded(there: Path, capsys) -> None:

@@ -59,6 +59,11 @@ def _lock_for_one(file: BinaryIO) -> None:
         file.flush()
 
 
+def cannot_be_made(path: Path, why: str) -> PalaError:
+    """Return the error of a run whose folder cannot be made."""
+    return PalaError(f"Run folder '{path}' cannot be made: {why}; see 'run.dir'.")
+
+
 class SupervisedError(PalaError):
     """Another supervisor works on the run."""
 
@@ -66,7 +71,8 @@ class SupervisedError(PalaError):
 @contextlib.contextmanager
 def supervised(run: Path) -> Iterator[None]:
     """Keep other supervisors away from a run, whose folder may not be there yet, until the block ends or this process
-    does: by a file beside the folder. Raises SupervisedError if another supervises it.
+    does: by a file beside the folder. Raises SupervisedError if another supervises it, and PalaError if the folder is
+    not there and cannot be made.
     """
     folder = run.resolve()
     path = folder.with_name(f".{folder.name}.supervisor")
@@ -79,6 +85,9 @@ def supervised(run: Path) -> Iterator[None]:
             "command again."
         ) from None
     except OSError as error:
+        # A fault of the lock, as where there are none, names no file.
+        if error.filename is not None and not os.path.lexists(folder):
+            raise cannot_be_made(run, reason(error)) from None
         log(f"'{path}' cannot be locked ({error.strerror}): see to it that nobody else supervises the run.")
         yield
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import reprlib
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pala.config import Config, from_table, to_table
 from pala.run.hooks import UserCode
-from pala.run.lock import LOCK, is_locked
+from pala.run.lock import LOCK, cannot_be_made, is_locked
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError, SaveError, reason
 from pala.system.files import dated, read_json, refuse_links, write_json
@@ -78,9 +79,7 @@ def create(config: Config, preset: str) -> Path:
             return path
         except FileExistsError:
             if not os.path.lexists(path):
-                raise PalaError(
-                    f"Run folder '{path}' cannot be made: '{parent}' is no folder, or a link to none; see 'run.dir'."
-                ) from None
+                raise cannot_be_made(path, f"'{parent}' is no folder, or a link to none") from None
             if config.run.name and _never_began(path):
                 refuse_links(path)
                 (path / "metrics").mkdir(exist_ok=True)
@@ -88,7 +87,7 @@ def create(config: Config, preset: str) -> Path:
             if config.run.name:
                 raise taken(path) from None
         except OSError as error:
-            raise PalaError(f"Run folder '{path}' cannot be made: {reason(error)}; see 'run.dir'.") from None
+            raise cannot_be_made(path, reason(error)) from None
     raise PalaError(f"Folder '{parent}' holds too many runs that began in this second.")
 
 
@@ -96,9 +95,7 @@ def taken(path: Path) -> PalaError:
     """Return why a new run cannot be made there."""
     other = "move it away: it holds no run to resume"
     if (path / "run.json").exists():
-        from pala.run.user_code import resume_option  # which imports this module
-
-        other = f"go on with it by `{resume_option(path, config_of(path))}`"
+        other = f"go on with it by `--resume {shlex.quote(str(path))}`"
     return PalaError(
         f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or {other}."
     )
