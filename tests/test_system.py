@@ -25,7 +25,7 @@ from pala.envs.vector import make_envs
 from pala.system import waiting
 from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
-from pala.system.interrupt import Interrupt
+from pala.system.interrupt import Interrupt, raising_at_signals
 from pala.system.launcher import Launch
 from pala.system.output import log, print_result
 from pala.system.resources import most_cores, share_of_cores, usable_cores
@@ -289,6 +289,47 @@ def test_a_closed_terminal_ends_training_but_not_under_nohup(ignored):
             assert interrupt.signal is (None if ignored else signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+ENDED = """
+import os, signal, sys
+from pathlib import Path
+from pala.system.command_line import exit_on_mistake
+from pala.system.files import open_atomically
+
+@exit_on_mistake()
+def main():
+    with open_atomically(Path("out")) as file:
+        file.write(b"half")
+        try:
+            signal.raise_signal({number})
+        except (Exception, SystemExit):  # as an environment's errors are caught
+            pass
+        finally:
+            signal.raise_signal(signal.SIGTERM if {number} != signal.SIGINT else signal.SIGHUP)
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_program_that_is_told_to_end_leaves_no_unfinished_file(number: signal.Signals, tmp_path: Path) -> None:
+    """Also if it is told again while it cleans up, or the signal comes in the user's code."""
+    words = [sys.executable, "-c", ENDED.format(number=int(number))]
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    )
+    assert done.returncode == 128 + number if number != signal.SIGINT else done.returncode > 128, done.stderr
+    assert not done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_forked_child_of_a_program_ends_as_it_would() -> None:
+    with raising_at_signals() as came:
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not came and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_handlers_come_back_after_an_error():

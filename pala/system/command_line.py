@@ -8,6 +8,7 @@ import io
 import itertools
 import math
 import re
+import signal
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import tyro
 
 from pala.system.errors import PalaError, closest, nearest, reason
+from pala.system.interrupt import raising_at_signals
 from pala.system.launcher import speaks
 from pala.system.output import log, open_closed_streams, print_result
 
@@ -135,13 +137,15 @@ def _without_exponents(arguments: list[str], integers: set[str]) -> list[str]:
 @contextlib.contextmanager
 def exit_on_mistake(*mistakes: type[Exception]) -> Iterator[None]:
     """End a program that uses no MPI with status 2 after a PalaError, or one of `mistakes`, and print its message. ^C
-    ends it with status 130. Neither leaves a traceback."""
+    ends it with status 130; SIGTERM and SIGHUP end it in the same way, with theirs. None leaves a traceback or an
+    unfinished file."""
     expected: tuple[type[Exception], ...] = (PalaError, *mistakes)
     open_closed_streams()
-    try:
-        yield
-    except expected as error:
-        log(f"pala: error: {reason(error)}")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with raising_at_signals() as came:
+        try:
+            yield
+        except expected as error:
+            log(f"pala: error: {reason(error)}")
+            sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(128 + (came[0] if came else signal.SIGINT))

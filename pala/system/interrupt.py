@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -75,6 +76,34 @@ class Interrupt:
             for number, handler in zip(caught, previous, strict=True):
                 if handler is not None:  # of a library, say a preloaded one: Python cannot give it back
                     signal.signal(number, handler)
+
+
+@contextmanager
+def raising_at_signals() -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt at the first SIGTERM or SIGHUP inside the block, so that it cleans up; others are ignored
+    from then on. Gives the signals that came. For a program that is no rank, in its main thread."""
+    came: list[int] = []
+    owner = os.getpid()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        del frame
+        if os.getpid() != owner:  # a fork, which has nothing to clean up
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif not came:
+            came.append(number)
+            raise KeyboardInterrupt  # passes those who make environments anew, which SystemExit does not
+
+    is_main = threading.current_thread() is threading.main_thread()
+    caught = [n for n in (signal.SIGTERM, *hangup()) if is_main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, on_signal)
+    try:
+        yield came
+    finally:
+        for number in caught:
+            if signal.getsignal(number) is on_signal:  # else the program has its own way
+                signal.signal(number, signal.SIG_DFL)
 
 
 _told_early = False  # to leave, before an `Interrupt` was there to hear it
