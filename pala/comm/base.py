@@ -77,7 +77,7 @@ class Meeting(NamedTuple):
 
     have_come: Callable[[], bool]
     wait: LongWait
-    """What a rank that waits for long tells and says."""
+    """The wait to look at, which tells and says that it takes long."""
 
 
 class Receiver(abc.ABC):
