@@ -223,7 +223,7 @@ def place_on_site(path: str) -> str | None:
     """Where a file of the repository is on the site; None if it is not there."""
     if path in MOVED:
         return MOVED[path]
-    if path.startswith("docs/") and path.endswith(".md"):
+    if path.startswith("docs/") and path.endswith((".md", ".svg")):
         return path.removeprefix("docs/")
     is_shown = path.startswith("results/") and path.endswith((".md", ".png"))
     return path if is_shown and (REPOSITORY / path).is_file() else None

@@ -231,13 +231,15 @@ def evaluate_policy(
     threads: int | None = None,
     trust_run: bool = False,
     best: bool = False,
+    env_id: str = "",
     **other_settings: float,
 ) -> Evaluation:
     """Play whole games with a run's policy, without MPI; writes nothing. What is None is as in the run's own
     `evaluation` settings; `threads`, of torch and Atari: the cores that this process may use.
 
     Equal arguments give equal returns, unless the environment has chance of its own. `trust_run`, `best`: see
-    `load_policy`. `other_settings`: other than the run's; of Atari `noop_max`, `repeat_action_probability`,
+    `load_policy`. `env_id`: an environment in place of the run's own, with the observations and actions that the policy
+    was trained with. `other_settings`: other than the run's; of Atari `noop_max`, `repeat_action_probability`,
     `max_episode_frames`, of Gorila `epsilon`. Raises PalaError.
     """
     import torch
@@ -249,7 +251,7 @@ def evaluate_policy(
     episodes = own.episodes_by_hand if episodes is None else episodes
     num_envs = own.num_envs if num_envs is None else num_envs
     greedy = own.greedy if greedy is None else greedy
-    acting = Acting(greedy, seed, threads or usable_cores(), trust_run, best, other_settings)
+    acting = Acting(greedy, seed, threads or usable_cores(), trust_run, best, other_settings, env_id)
     try:
         return evaluate(Path(run), episodes, num_envs, acting)
     finally:

@@ -68,7 +68,6 @@ def main() -> None:
     sys.argv[:2] = [f"pala {name}"]
     if name == "train" and _starts_ranks(sys.argv[1:]):
         name = "supervise"
-        sys.argv[1:1] = ["--restarts", "0"]  # unless more are asked for
     program = importlib.import_module("pala.doctor.__main__" if name == "doctor" else f"pala.{name}")
     signal.signal(signal.SIGINT, handler)
     program.main()

@@ -5,9 +5,9 @@
     pala train -n 4 --spares 1 pong        5 ranks: one sleeps until another dies
     pala train -n 4 --resume runs/pong-20260101-120000
 
-`pala train` does this if one of these options is given, and `./launch/train.sh` in PALA's own environment; both without
-restarts, `python launch/supervise.py` with up to three. Options that `--help` does not
-explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's death does not end the job.
+`pala train` does this if one of these options is given, and `./launch/train.sh` in PALA's own environment. Options
+that `--help` does not explain are those of `pala.train`. Where the MPI can (Open MPI 5), a rank's death does not end
+the job.
 
 Whether the run is complete is read in its `run.json`; mpirun's exit status can be 0 when a host was lost. A host that
 does not start a process any more is left out, and asked again at the next restart. Nothing is restarted after a mistake
@@ -613,14 +613,13 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--hostfile", type=Path, help="the same, one a line: 'name:4' or 'name slots=4'")
     going_on = "resume '--run.name' if it has begun, and do nothing if it is done"
     parser.add_argument("--continue", dest="go_on", action="store_true", help=going_on)
-    parser.add_argument("--restarts", type=int, default=3, help="the most restarts (%(default)s)")
+    parser.add_argument("--restarts", type=int, default=0, help="the most restarts (%(default)s)")
     parser.add_argument("--pause-s", type=float, default=5.0, help="seconds before the first; it doubles (%(default)s)")
     parser.add_argument("--or-preset", metavar="PRESET", help="where no preset, run, --env.id or --algorithm is given")
     parser.add_argument("-h", "--help", action="store_true", help="show this")
     parser.add_argument("--mpirun", default="mpirun", help="the program with its options, in quotes (%(default)s)")
     options, others = parser.parse_known_args(arguments)
-    if options.help:  # with the options that train.sh gives as the defaults that they are
-        parser.set_defaults(**vars(options))
+    if options.help:
         parser.print_help()
         sys.exit(0)
     if (options.ranks is not None and options.ranks < 1) or options.restarts < 0 or not options.pause_s >= 0:

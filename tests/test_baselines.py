@@ -90,10 +90,10 @@ def mix_in_step(comm: Communicator, topology: str, senders: list[list[int]]) -> 
 
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])
-def test_shared_memory_mixes_by_galas_formula(each_standing: StandingRanks, topology: str, tmp_path: Path) -> None:
+def test_shared_memory_mixes_by_galas_formula(standing: StandingRanks, topology: str, tmp_path: Path) -> None:
     """In step (staleness 0): x <- (x + sum of in-peers) / (1 + k), against the formula in float64."""
     senders = [[i for i in range(4) if rank in TOPOLOGIES[topology].out_peers(i, range(4), 0, 0)] for rank in range(4)]
-    each_standing.run(4, mix_in_step, topology, senders, cwd=tmp_path)
+    standing.run(4, mix_in_step, topology, senders, cwd=tmp_path)
 
 
 def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:

@@ -86,7 +86,7 @@ def test_gorilas_target_network_is_timed_on_as_many_minibatches_as_training_join
 
 def test_gorilas_page_says_how_often_is_learned_and_nothing_of_gossip(tmp_path: Path) -> None:
     result = canned(canned_job(speeds={"gorila": (300.0, 310.0, 320.0)}))
-    result |= {"config": to_table(Config(algorithm="gorila")), "protocol_us": {}, "protocol_in_jobs_of_8_us": {}}
+    result |= {"config": to_table(Config(algorithm="gorila")), "protocol_us": {}}
     page = markdown(result)
     assert "Gorila: a minibatch of 32 for 4 steps" in page and "rollouts" not in page
     assert "protocol" not in page
@@ -481,18 +481,17 @@ def run_benchmark(launcher: Launcher, folder: Path, *arguments: str) -> subproce
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_a_benchmark_as_a_user_starts_it(mpi: Launcher, tmp_path: Path) -> None:
+def test_a_benchmark_as_a_user_starts_it(any_mpi: Launcher, tmp_path: Path) -> None:
     cartpole = ["--env.id", "CartPole-v1", "--env.num-envs", "4"]
-    ranks, exchanges = (["1", "2"], []) if mpi.name == "openmpi" else (["2"], ["--exchanges", "none", "gossip"])
-    few = ["--rounds", "2", "--seconds", "0.25", *exchanges]
-    done = run_benchmark(mpi, tmp_path, "--ranks", *ranks, *few, *cartpole)
+    few = ["--rounds", "2", "--seconds", "0.25"]
+    done = run_benchmark(any_mpi, tmp_path, "--ranks", "1", "2", *few, *cartpole)
     assert done.returncode == 0, done.stderr
     assert "| gossip " in done.stdout and "Traceback" not in done.stderr
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "benchmark.json", "benchmark.md", "benchmark.png",
     ]  # fmt: skip
     result = json.loads((tmp_path / "out/benchmark.json").read_text())
-    assert [str(job["ranks"]) for job in result["jobs"]] == ranks
+    assert [job["ranks"] for job in result["jobs"]] == [1, 2]
     assert {len(job["rounds"]) for job in result["jobs"]} == {2}
     for training in training_of(result["jobs"][-1]):
         assert training.steps_per_s.low > 0 and sum(training.split_us.values()) > 0

@@ -53,11 +53,6 @@ def test_the_names_are_those_of_the_files_and_of_what_families_hold():
     assert set(presets.names()) >= plain
 
 
-def test_a_preset_goes_by_its_name_and_by_the_path_of_a_file_of_that_name():
-    for name in presets.names():
-        assert load_preset(name) == load_preset(f"configs/{name}.toml") == load_preset(CONFIGS / f"{name}.toml")
-
-
 def test_the_papers_presets_have_the_papers_settings():
     """GALA's released settings, and PALA's; none of the defaults that are ours."""
     gala, paper = load_preset("gala/pong"), load_preset("pala_paper/pong")
@@ -151,7 +146,6 @@ def test_the_names_of_presets_are_listed_by_words(monkeypatch, capsys):
 def test_presets_go_by_name_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pong").mkdir()  # of something else
-    assert load_preset("gorila/pong") == load_preset(CONFIGS / "gorila" / "pong.toml")  # of earlier versions
     assert load_preset("gala/pong").total_steps == 40_000_000
     assert presets.find("pong", "compare").read_text() == (CONFIGS / "compare" / "pong.toml").read_text()
     with pytest.raises(PalaError, match=r"'gala/pong.toml' does not exist here; .* goes by its name, 'gala/pong'"):

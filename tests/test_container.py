@@ -53,8 +53,8 @@ def test_both_install_and_start_alike() -> None:
     assert all(last.startswith("MPLCONFIGDIR=") for last in (one["ENV"].split()[-1], settings[-1])), (
         "/tmp is the host's"
     )
-    assert sections["runscript"] == ['exec python /opt/pala/launch/supervise.py "$@"']
-    assert one["ENTRYPOINT"] == '["python", "/opt/pala/launch/supervise.py"]'
+    assert sections["runscript"] == ['exec pala train "$@"']
+    assert one["ENTRYPOINT"] == '["pala", "train"]'
 
 
 def test_they_set_what_the_launch_scripts_set() -> None:

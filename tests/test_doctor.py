@@ -25,7 +25,7 @@ from pala.doctor.facts import Host, Job, PairPing, Product, Rank, Trial
 from pala.doctor.ping import turns
 from pala.doctor.report import report
 from pala.system.resources import physical_cores
-from support.mpi import LAUNCHERS, Launcher, assert_all_end, processes_in
+from support.mpi import LAUNCHERS, Launcher, assert_all_end, fake_mpirun, processes_in
 from virtual_hosts import VirtualHosts
 
 OPEN_MPI, MPICH = Product("Open MPI", "5.0.11"), Product("MPICH", "5.0.2")
@@ -440,13 +440,6 @@ def test_an_mpirun_that_hangs_is_ended(monkeypatch, tmp_path: Path) -> None:
     tried = facts.try_mpirun(fake_mpirun(tmp_path, f"cd {tmp_path}; sleep 1000\n"))
     assert "was not done after" in tried.failure and tried.size == 0
     assert_all_end(tmp_path, "the program")
-
-
-def fake_mpirun(folder: Path, script: str) -> str:
-    path = folder / "mpirun"
-    path.write_text("#!/bin/sh\n" + script)
-    path.chmod(0o755)
-    return str(path)
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from pala.system import launcher, waiting
 from pala.system.errors import CollectiveError, EndError, SaveError
 from pala.system.interrupt import Interrupt
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
-from support.helpers import record_of, slow_but_for, wait_for
+from support.helpers import contents, record_of, slow_but_for, wait_for
 from support.memory_jobs import (
     ENDLESS,
     KINDS,
@@ -523,10 +523,6 @@ def test_a_job_whose_folder_was_made_anew_by_another_ends_and_leaves_that_alone(
     assert all(isinstance(error, EndError) for error in first.results)
     assert "was deleted while this job trained, and another job works in a new one" in str(first.results[0])
     assert second.record["completed"] and before and contents(run) == before
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # ---- a disk that is full when a run begins ---------------------------------------------------------------------------

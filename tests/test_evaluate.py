@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import importlib.resources
+import itertools
 import json
 import math
 import multiprocessing
@@ -28,6 +29,7 @@ from pala.config import Config, EnvConfig, EvaluationConfig, ExchangeConfig, Net
 from pala.envs.processes import EnvProcesses
 from pala.envs.vector import Envs, Episode, Step, make_envs
 from pala.evaluation import evaluate as program
+from pala.evaluation import scoring
 from pala.evaluation.policy import Actor, load_policy, policy_of
 from pala.evaluation.record import Evaluation, action_words, read_evaluation, save
 from pala.evaluation.references import human_normalised, reference_scores
@@ -60,6 +62,7 @@ class ShortAndLong:
     """Stands for `Envs`: environment 0 has an episode of return 0 each step, environment 1 one of 10 each 10 steps."""
 
     num_envs = 2
+    name = "ShortAndLong"
     action_masks = None
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
@@ -145,6 +148,23 @@ def test_an_episode_that_training_would_cut_is_cut_and_said(tmp_path: Path, caps
     run = make_run(tmp_path / "run", config, network_of(config))
     assert evaluate(run, 2, 1, Acting()).mean_length_steps == 3
     assert "2 of 2 episodes were cut after 3 steps" in capsys.readouterr().err
+
+
+def test_a_long_evaluation_tells_how_far_it_has_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a second a step: nothing before 20 s, then a line each 20 s, to standard error."""
+    envs, actor, seeds = cast(Envs, ShortAndLong()), cast(Actor, Echo()), np.zeros(2, np.int32)
+    monkeypatch.setattr(scoring.time, "monotonic", map(float, itertools.count()).__next__)
+    play_episodes(envs, actor, False, seeds, episodes=2)  # 10 steps
+    assert capsys.readouterr() == ("", "")
+    play_episodes(envs, actor, False, seeds, episodes=10)  # 50 steps
+    assert capsys.readouterr() == (
+        "",
+        "Evaluation of ShortAndLong: 7 of 10 episodes, mean return so far 2.9.\n"
+        "Evaluation of ShortAndLong: 9 of 10 episodes, mean return so far 4.4.\n",
+    )
+    assert scoring._progress("Go", [], 1000) == "Evaluation of Go: 0 of 1,000 episodes."
 
 
 def test_an_odd_number_of_episodes_is_shared_out() -> None:
@@ -516,6 +536,46 @@ def test_several_runs_are_scored_each_by_its_own_settings(
             program.parse([*map(str, runs), option])
     with pytest.raises(PalaError, match="Name the folder of at least one run"):
         program.parse([])
+
+
+def test_several_environments_of_one_policy_are_a_table(
+    cartpole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "prepare", lambda threads: None)
+    one_worse = ["CartPole-v1", "Acrobot-v1", "CartPole-v1(sutton_barto_reward=True)"]
+    monkeypatch.setattr("sys.argv", ["evaluate", str(cartpole_run), "--env.id", *one_worse, "--threads", "1"])
+    with pytest.raises(SystemExit) as exit_:
+        program.main()
+    said = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert said.err.startswith(
+        f"pala: error: {cartpole_run}, Acrobot-v1: The policy of run '{cartpole_run}' cannot play 'Acrobot-v1': it was "
+        "trained with other observations or actions than Box("
+    )
+    first, nothing, head, _, own, other = said.out.splitlines()
+    assert first == f"{cartpole_run}: sampled actions; final policy after 1,234 steps" and not nothing
+    columns = ["environment", "episodes", "mean_return", "standard_error", "min", "median", "max", "mean_length"]
+    assert [cell.strip().replace(" ", "_") for cell in head.split("|")[1:-1]] == columns
+    scored = [json.loads(line) for line in (cartpole_run / "evaluations.jsonl").read_text().splitlines()]
+    for row, env_id, one in zip((own, other), one_worse[::2], scored, strict=True):
+        cells = [cell.strip() for cell in row.split("|")[1:-1]]
+        assert cells[:3] == [env_id, "3", f"{one['mean_return']:.1f}"]
+    assert scored[1]["max_return"] == -1, "by its own rewards"
+    assert [one["other_settings"] for one in scored] == [{}, {"env_id": one_worse[2]}]
+    assert json.loads((cartpole_run / "evaluation.json").read_text()) == scored[0], "the other is no result of the run"
+    for option in ("--follow", "--video=x.mp4"):
+        with pytest.raises(PalaError, match="is of one environment, but 2 are named"):
+            program.parse([str(cartpole_run), option, "--env.id", "CartPole-v0", "CartPole-v1"])
+
+
+def test_another_environment_is_played_in_place_of_one_made_in_python(tmp_path: Path) -> None:
+    """Though the run's settings, which were not read, name the same id."""
+    run = make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE))
+    user_code.keep(run, UserCode(Sparkle))
+    user_code.trust_own(run)
+    run_folder.RunRecord.take_over(run).note(python_environment=True)
+    evaluation = pala.evaluate_policy(run, episodes=2, env_id="CartPole-v1")
+    assert (evaluation.environment, evaluation.other_settings) == ("CartPole-v1", {"env_id": "CartPole-v1"})
 
 
 def test_a_score_by_other_settings_is_no_result_of_the_run(tmp_path: Path) -> None:

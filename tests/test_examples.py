@@ -47,15 +47,14 @@ def test_every_example_of_gossip_is_tried() -> None:
     assert len(ppo.splitlines()) < 250, "one readable file"
 
 
-@pytest.mark.parametrize("name", list(SMALL))
-def test_an_example_alone(name: str, tmp_path: Path) -> None:
-    """Without mpirun; and it learns: chance is an accuracy of 0.1, and a return of about 20."""
-    words = arguments(name)
+def test_an_example_alone(tmp_path: Path) -> None:
+    """Without mpirun; and it learns: chance is a return of about 20."""
+    words = arguments("ppo")
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     score, steps, ranks = said(done.stdout)
     assert int(words[-1]) <= steps <= int(words[-1]) + 256 and ranks == 1
-    assert score > (0.7 if name == "classifier" else 40)
+    assert score > 40
 
 
 @pytest.mark.mpi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from explorer import explore, planted
 from explorer.explore import Explored, Explorer
 from explorer.states import Case, Mode, freeze
-from explorer.world import State, World
+from explorer.world import Label, State, Successor, World
 from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.gossip.canonical import canonical
 from pala.exchange.gossip.driver import GossipDriver
@@ -50,6 +51,7 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (planted.RefusesWhoRefuses, "endless wait", {"faults": "nan"}),
     (planted.IgnoresWhoLeaves, "deadlock", {"faults": "leave"}),
     (planted.CountsOnAnyRank, "no rank that stays has a model", {"faults": "leave nan"}),
+    (planted.CountsOnTheDead, "no rank that stays has a model", {"faults": "leave"}),
     pytest.param(
         planted.WaitsForTheAnswerOfWhoIsGone,
         "wait",
@@ -107,6 +109,24 @@ DRIVER_BUGS: list[tuple[type[GossipDriver], str, dict[str, Any]]] = [
 ]
 
 
+class AllLeave(World):
+    """Three ranks, from where each was told to leave, has heard who stays, and has left in the same moment."""
+
+    def initial(self) -> list[State]:
+        (state,) = super().initial()
+
+        def each(word: str) -> list[Label]:
+            return [(word, rank) for rank in range(self.n)]
+
+        messages: list[Label] = [("deliver", *pair, "message") for pair in itertools.permutations(range(self.n), 2)]
+        models: list[Label] = [(*message[:3], "model") for message in messages]
+        for label in each("tell") + messages + each("finish") + messages + models + each("leave"):
+            found = [successor.state for successor in self.successors(state) if successor.label[: len(label)] == label]
+            assert found or label in models, label
+            state = next((after for after in found if after is not None), state)
+        return [state]
+
+
 def explored_with(bug: str, type_: type, options: dict[str, Any]) -> Explored:
     options = {"mixing": "paired" if issubclass(type_, Paired) else "uniform", bug: type_} | options
     return explored(first_only=True, **options)
@@ -162,6 +182,34 @@ def test_two_ranks_hold_with_worse_faults(mixing: str, faults: str) -> None:
 def test_who_leaves_takes_no_last_model_along(mixing: str) -> None:
     """Whether another rank's model is finite is not known: it has to say so."""
     assert_holds(explored("leave nan", mixing=mixing, max_staleness=0, rare=frozenset({"nan"}), most_rare=1))
+
+
+@pytest.mark.parametrize(
+    ("others", "is_found"),
+    [
+        ({"mode": Mode.UPDATES}, False),
+        ({"mode": Mode.LEFT, "may_leave": True}, False),  # it may find that all it counts on are gone, and stay
+        ({"finite": False}, True),
+        ({"mode": Mode.DEAD, "finite": False}, True),
+    ],
+)
+def test_who_goes_must_leave_a_model_of_use_behind(others: dict[str, Any], is_found: bool) -> None:
+    world = World(Case(3, faults=frozenset({"leave"})))
+    state = world.initial()[0]
+    first, *rest = (world._about[number] for number in state[: world.n])
+    about = [first._replace(mode=Mode.LEFT, may_leave=True, present=()), *(one._replace(**others) for one in rest)]
+    found: list[Successor] = []
+    world._departs(found, state, about, 0)
+    assert [bool(successor.faults) for successor in found] == [is_found]
+
+
+@pytest.mark.parametrize("mixing", ["uniform", "paired"])
+def test_of_three_ranks_that_leave_at_once_one_stays(mixing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every order in which the news of the three come, and of those who have gone."""
+    monkeypatch.setattr(explore, "World", AllLeave)
+    found = explored("leave", ranks=3, mixing=mixing, topology="ring")
+    assert_holds(found)
+    assert found.states > 300
 
 
 @pytest.mark.parametrize("faults", ["", "death", pytest.param("nan", marks=pytest.mark.slow)])
@@ -228,11 +276,13 @@ def assert_holds(found: Explored) -> None:
     assert found.finished and not found.violations, "\n".join(map(str, found.violations))
 
 
-@pytest.mark.parametrize("topology", slow_but_for(["ring", "complete"], "ring"))
-def test_symmetry_leaves_out_nothing(topology: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "ranks", "faults"),
+    [("ring", 3, ""), ("ring", 2, "leave"), pytest.param("complete", 2, "stop nan", marks=pytest.mark.slow)],
+)
+def test_symmetry_leaves_out_nothing(topology: str, ranks: int, faults: str) -> None:
     """The least of each class of states that differ by the ranks' numbers is what is found with symmetry."""
-    ranks, faults = (2, {"stop", "nan"}) if topology == "complete" else (3, set())
-    case = Case(ranks, topology, max_staleness=0, faults=frozenset(faults))
+    case = Case(ranks, topology, max_staleness=0, faults=frozenset(faults.split()))
     plain, reduced = Explorer(case, liveness=False), Explorer(case, symmetry=True, liveness=False)
     plain.run()
     reduced.run()

@@ -22,7 +22,16 @@ from pala.run.metrics import Tail, metrics_path, read_run
 from pala.supervise import _AS_RANK, survivable
 from support import REPOSITORY
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
-from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks, processes_in
+from support.mpi import (
+    Job,
+    Launcher,
+    assert_all_end,
+    catches,
+    pids_of_ranks,
+    processes_in,
+    processor_seconds,
+    stat_of,
+)
 from support.run_folders import all_train, intervals, local_steps, longest_gap_s, total
 from support.standing_ranks import StandingRanks
 
@@ -33,13 +42,8 @@ ENDLESS = ["--total-steps", "100000000"]
 
 def is_stopped(pid: int) -> bool:
     with suppress(OSError):  # a process that a rank had started, and that has ended
-        return _stat_of(pid)[0] == "T"
+        return stat_of(pid)[0] == "T"
     return False
-
-
-def processor_seconds(pid: int) -> float:
-    """Processor time that a process has taken."""
-    return sum(map(int, _stat_of(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def share_of_a_core(pids: Sequence[int]) -> float:
@@ -47,10 +51,6 @@ def share_of_a_core(pids: Sequence[int]) -> float:
     began_s, used_s = time.monotonic(), sum(map(processor_seconds, pids))
     time.sleep(2)
     return (sum(map(processor_seconds, pids)) - used_s) / (time.monotonic() - began_s) / len(pids)
-
-
-def _stat_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
 
 
 def start(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Job:
@@ -529,12 +529,6 @@ def test_a_signal_during_the_start(
         assert job.status != 0 and not ((run / "run.json").exists() and record_of(run)["completed"])
 
 
-def catches(pid: int, number: int) -> bool:
-    """True when the process has a handler of its own for this signal."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return bool(int(re.search(r"SigCgt:\s+(\w+)", status)[1], 16) >> (number - 1) & 1)
-
-
 @pytest.mark.parametrize("program", [["-m", "pala.train"], ["-m", "pala", "train"]])
 def test_a_rank_that_is_told_to_leave_as_it_starts_is_not_killed(program: list[str], tmp_path: Path) -> None:
     """Started as `supervise.py` starts it. Told in its first instructions it goes on; told later, it leaves."""
@@ -674,7 +668,7 @@ def test_a_job_outlives_the_processes_of_its_environments(any_mpi: Launcher, tmp
 
     def workers(rank: int) -> list[int]:
         pids = processes_in(tmp_path)
-        ours = [pid for pid in pids if int(_stat_of(pid)[1]) == ranks[rank]]
+        ours = [pid for pid in pids if int(stat_of(pid)[1]) == ranks[rank]]
         return [pid for pid in ours if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def failures() -> int:

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from golden import calls
+from pala.run.run_folder import _GONE
 from support import memory_jobs
 
 Values = dict[str, Any]
@@ -142,7 +143,7 @@ def assert_keys_stay(found: Any, golden: Any) -> None:
     assert not missing, f"no longer written: {sorted(missing)}"
 
 
-GONE_SETTINGS = {"a2c.learning_rate_scaling", "a2c.learning_rate_most_scaling"}
+GONE_SETTINGS = {f"{section}.{key}" for section, gone in _GONE.items() for key in gone}
 """A training was the same with and without them, as they were by default."""
 DEFAULTS_OF_THEN = ["--a2c.momentum", "0", "--a2c.no-rmsprop-bias-correction", "--network.precision", "float32"]
 

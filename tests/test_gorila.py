@@ -190,7 +190,7 @@ def test_epsilon_zero_is_greedy_and_epsilon_one_never_asks_the_network():
 
 
 def test_epsilon_falls_linearly_once_learning_begins():
-    config = GorilaConfig(min_replay_steps=1000, epsilon_decay_steps=200, epsilon_first=1.0, epsilon_last=0.2)
+    config = GorilaConfig(min_replay_steps=1000, epsilon_decay_steps=200, epsilon_last=0.2)
     steps = [0, 999, 1000, 1050, 1100, 1200, 10**9]
     assert [epsilon_at(s, config) for s in steps] == pytest.approx([1, 1, 1, 0.8, 0.6, 0.2, 0.2])
 
@@ -291,12 +291,12 @@ def test_slices_fill_the_vector_without_gap_or_overlap(num_parameters, num_shard
 def test_the_optimisers_are_torchs(optimiser):
     """RMSprop with hardly any epsilon: torch's is outside the root."""
     config = GorilaConfig(
-        optimiser=optimiser, adagrad_learning_rate=0.02, adagrad_epsilon=1e-6,
+        optimiser=optimiser, adagrad_learning_rate=0.02,
         rmsprop_learning_rate=0.01, rmsprop_alpha=0.9, rmsprop_epsilon=1e-15,
     )  # fmt: skip
     shard, parameter = whole_shard(torch.ones(7), config), torch.nn.Parameter(torch.ones(7))
     torchs = {
-        "adagrad": torch.optim.Adagrad([parameter], lr=0.02, eps=1e-6),
+        "adagrad": torch.optim.Adagrad([parameter], lr=0.02, eps=1e-5),
         "rmsprop": torch.optim.RMSprop([parameter], lr=0.01, alpha=0.9, eps=0),
     }[optimiser]
     for gradient in gradients_of_several_steps():
@@ -516,7 +516,6 @@ SEPARATE = {"roles": "separate", "num_actors": 2, "num_learners": 2}
         ({"num_learners": 2}, "'gorila.num_learners' is 2, but 'gorila.roles' is 'bundled', in which every rank acts"),
         ({"num_shards": 0}, "'gorila.num_shards' is 0 but must lie between 1 and"),
         ({"min_replay_steps": 11, "replay_capacity_steps": 10}, "is 10, so learning would never begin"),
-        ({"epsilon_first": 0.1, "epsilon_last": 0.5}, "'gorila.epsilon_last' is 0.5, above 'gorila.epsilon_first'"),
         ({"optimiser": "adagard"}, "must be one of 'adagrad', 'rmsprop'; did you mean 'adagrad'?"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from pala.system.resources import available_memory_bytes
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
-from support.mpi import Job, Launcher, assert_all_end, pids_of_ranks
+from support.mpi import Job, Launcher, assert_all_end, assert_one_sentence, pids_of_ranks
 from support.run_folders import intervals, local_steps, states_of, total
 from support.standing_ranks import Ended, StandingRanks, train
 
@@ -88,7 +88,7 @@ class Corridor(gymnasium.Env):
         return self.look(), 1.0 if self.at == 5 else -0.1, self.at == 5, self.steps == 20, {}
 
 
-def test_four_ranks_with_two_shards_learn_to_walk(each_standing: StandingRanks, tmp_path: Path) -> None:
+def test_four_ranks_with_two_shards_learn_to_walk(standing: StandingRanks, tmp_path: Path) -> None:
     """Straight to the end is 0.6; with a tenth of the steps at random somewhat less; at random they come to -1.2."""
     arguments = [
         "--algorithm", "gorila", "--total-steps", "8000", "--env.num-envs", "2", "--network.mlp-hidden", "16",
@@ -97,7 +97,7 @@ def test_four_ranks_with_two_shards_learn_to_walk(each_standing: StandingRanks, 
         "--gorila.rmsprop-learning-rate", "2e-3", "--gorila.epsilon-decay-steps", "2000", "--run.name", "r",
         "--run.no-tensorboard", "--run.log-interval-s", "0.5",
     ]  # fmt: skip
-    done = each_standing.run(4, train, arguments, Corridor, cwd=tmp_path)
+    done = standing.run(4, train, arguments, Corridor, cwd=tmp_path)
     assert done.status == 0, done.output
     run = tmp_path / "runs/r"
     episodes = sorted((r["time_s"], r["return"]) for rs in read_run(run) for r in rs if r["type"] == "episode")
@@ -293,21 +293,10 @@ def test_a_stopped_shard_ends_the_job_with_a_sentence(any_mpi: Launcher, tmp_pat
 # ---- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def assert_one_sentence(status: int, output: str, sentence: str, folder: Path) -> None:
-    assert status == 2 and "Traceback" not in output, output
-    assert output.count(sentence) == output.count("pala: error") == 1, output
-    assert not (folder / "runs").exists()
-
-
-def test_a_users_mistake_is_one_sentence(any_mpi: Launcher, tmp_path: Path) -> None:
-    job = any_mpi.train(2, *CARTPOLE, *GORILA, *SEPARATE[:4], cwd=tmp_path)
-    sentence = "'gorila.num_learners' is 0, but 'gorila.roles' is 'separate', which needs at least one"
-    assert_one_sentence(job.status, job.output, sentence, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("ranks", "arguments", "sentence"),
     [
+        (2, SEPARATE[:4], "'gorila.num_learners' is 0, but 'gorila.roles' is 'separate', which needs at least one"),
         (2, ["--gorila.num-shards", "3"], "'gorila.num_shards' is 3, but a rank serves one shard and the job has"),
         (2, ["--env.id", "Pendulum-v1"], "DQN needs Discrete actions"),
         (2, ["--gorila.replay-capacity-steps", "memory"], "When full, the replay of the ranks on"),

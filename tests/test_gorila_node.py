@@ -53,7 +53,7 @@ def plain_dqn(config: Config, steps: int, acts_with_fetched: bool) -> tuple[list
     gorila, count = config.gorila, config.env.num_envs
     network, target = make_network(), make_network()
     acting = copy.deepcopy(network)
-    optimiser = torch.optim.Adagrad(network.parameters(), gorila.adagrad_learning_rate, eps=gorila.adagrad_epsilon)
+    optimiser = torch.optim.Adagrad(network.parameters(), gorila.adagrad_learning_rate, eps=1e-5)
     squares = [torch.zeros_like(parameter) for parameter in network.parameters()]
     rng, generator = np.random.default_rng(SEED), torch.Generator().manual_seed(SEED)
     envs = [Corridor() for _ in range(count)]
@@ -63,7 +63,7 @@ def plain_dqn(config: Config, steps: int, acts_with_fetched: bool) -> tuple[list
     since_fetch = 0
     for step in range(count, steps + 1, count):
         progress = min(max((step - count - gorila.min_replay_steps) / gorila.epsilon_decay_steps, 0), 1)
-        epsilon = gorila.epsilon_first + progress * (gorila.epsilon_last - gorila.epsilon_first)
+        epsilon = 1 + progress * (gorila.epsilon_last - 1)
         best = (acting if acts_with_fetched else network)(torch.from_numpy(np.array(observations))).argmax(-1)
         anything = torch.randint(3, (count,), generator=generator)
         explores = torch.rand(count, generator=generator) < epsilon
@@ -320,9 +320,10 @@ def test_a_servers_own_learner_is_judged_alike() -> None:
     assert (server.shard.stale, server.shard.version) == (1, 4)
 
 
-def test_minibatches_with_a_planted_outlier_send_no_gradient_and_are_counted() -> None:
+def test_minibatches_with_a_planted_outlier_send_no_gradient_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rewards of a million; every minibatch that one of them is in."""
-    config = make_config(loss_filter_deviations=6.0, loss_filter_horizon_updates=10, **SEPARATE)
+    monkeypatch.setattr("pala.gorila.dqn._FILTER_HORIZON", 10)
+    config = make_config(loss_filter_deviations=6.0, **SEPARATE)
     server, learner, actor = cluster = make_ranks(3, config)
     lockstep, next_batch, planted = play(cluster), learner.exchange.next_batch, []
 

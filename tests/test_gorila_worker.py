@@ -26,7 +26,7 @@ CONFIG = Config(
     algorithm="gorila", env=EnvConfig(num_envs=2), network=NetworkConfig((4, 4, 4), conv_hidden=8, precision="float32"),
     gorila=GorilaConfig(
         num_shards=2, replay_capacity_steps=200, min_replay_steps=10, minibatch_size=5, update_period_steps=1,
-        target_period_updates=15, epsilon_first=0.1,
+        target_period_updates=15, epsilon_decay_steps=1,
     ),
 )  # fmt: skip
 

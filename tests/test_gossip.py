@@ -169,22 +169,19 @@ def test_a_loop_that_ends_early_ends_all() -> None:
     assert len(set(on_ranks(3, main))) == 1
 
 
-def test_another_model_on_one_rank_is_one_error_on_all() -> None:
+@pytest.mark.parametrize(
+    ("outputs", "steps", "words"),
+    [((2, 2, 3), (10, 10, 10), "rank 2"), ((2, 2, 2), (10, 10, 11), "rank 2 has other settings")],
+)
+def test_another_model_or_setting_on_one_rank_is_one_error_on_all(
+    outputs: tuple[int, ...], steps: tuple[int, ...], words: str
+) -> None:
     def main(comm: MemoryCommunicator) -> None:
-        with Gossip(nn.Linear(3, 2 + comm.rank // 2), total_steps=10, comm=comm):
+        with Gossip(nn.Linear(3, outputs[comm.rank]), total_steps=steps[comm.rank], comm=comm):
             raise AssertionError("the block must not begin")
 
     for error in run_ranks(3, main):
-        assert isinstance(error, PalaError) and "rank 2" in str(error)
-
-
-def test_another_setting_on_one_rank_is_one_error_on_all() -> None:
-    def main(comm: MemoryCommunicator) -> None:
-        with Gossip(zeros(), total_steps=10 + comm.rank // 2, comm=comm):
-            raise AssertionError("the block must not begin")
-
-    for error in run_ranks(3, main):
-        assert isinstance(error, PalaError) and "rank 2 has other settings" in str(error)
+        assert isinstance(error, PalaError) and words in str(error)
 
 
 def test_an_exception_inside_the_block_is_raised_and_the_others_go_on() -> None:
@@ -272,15 +269,6 @@ print(f"rank {gossip.rank} of {gossip.size}: {gossip.global_steps} steps, {float
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_a_script_on_real_ranks(mpi: Launcher, tmp_path: Path) -> None:
-    done = mpi.script(3, SCRIPT, tmp_path)
-    lines = sorted(line for line in done.output.splitlines() if line.startswith("rank "))
-    assert done.status == 0 and len(lines) == 3, done.output
-    assert len({line.partition(":")[2] for line in lines}) == 1 and "rank 2 of 3" in lines[2]
-
-
-@pytest.mark.mpi
-@pytest.mark.slow
 def test_an_error_of_one_real_rank_ends_the_job_with_its_traceback(any_mpi: Launcher, tmp_path: Path) -> None:
     done = any_mpi.script(3, SCRIPT, tmp_path, "fail")
     assert done.status != 0 and "ValueError: of the user's" in done.output and "pala: rank 1 failed" in done.output
@@ -306,8 +294,8 @@ print(f"rank {gossip.rank}: {bool(torch.allclose(model[0], expected, rtol=1e-4))
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_messages_larger_than_mpi_counts(any_mpi: Launcher, tmp_path: Path) -> None:
-    done = any_mpi.script(3, LARGE, tmp_path)
+def test_a_script_on_real_ranks_whose_messages_are_larger_than_mpi_counts(mpi: Launcher, tmp_path: Path) -> None:
+    done = mpi.script(3, LARGE, tmp_path)
     lines = sorted(line for line in done.output.splitlines() if line.startswith("rank "))
     assert done.status == 0 and lines == [f"rank {rank}: True True" for rank in range(3)], done.output
 
@@ -332,11 +320,10 @@ os._exit(0)
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_the_living_average_after_a_death(mpi: Launcher, tmp_path: Path) -> None:
-    if mpi.name != "openmpi":
-        pytest.skip("a job outlives its ranks with Open MPI alone")
+def test_the_living_average_after_a_death(any_mpi: Launcher, tmp_path: Path) -> None:
     (tmp_path / "dying.py").write_text(DYING)
-    job = mpi.start("--with-ft", "ulfm", "-np", "4", str(mpi.folder / "python"), "dying.py", cwd=tmp_path).wait()
+    python = str(any_mpi.folder / "python")
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "4", python, "dying.py", cwd=tmp_path).wait()
     lines = [line for line in job.output.splitlines() if line.startswith(("epoch", "ends", "told"))]
     for epoch in range(6):
         values = {line for line in lines if line.startswith(f"epoch {epoch}:")}

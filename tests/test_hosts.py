@@ -24,7 +24,6 @@ from virtual_hosts import VirtualHosts, VirtualHostsError
 pytestmark = pytest.mark.mpi
 
 SCRIPT = REPOSITORY / "launch" / "virtual_hosts.py"
-SUPERVISE = REPOSITORY / "launch" / "supervise.py"
 
 
 def start_train(hosts: VirtualHosts, launcher: Launcher, *arguments: str, cwd: Path) -> Job:
@@ -40,7 +39,7 @@ def test_hosts_of_a_file_gossip_over_tcp(possible: Launcher, tmp_path: Path) -> 
     with VirtualHosts(3, "100mbit") as hosts:
         networks = [hosts.network(host) for host in range(3)]
         (tmp_path / "hosts.txt").write_text("".join(f"{address} slots=1\n" for address in hosts.addresses))
-        command = [*hosts.inside(0), str(possible.folder / "python"), str(SUPERVISE), "--hostfile", "hosts.txt"]
+        command = [*hosts.inside(0), str(possible.folder / "python"), "-m", "pala.supervise", "--hostfile", "hosts.txt"]
         environment = hosts.mpirun([])[1] | write_paced(tmp_path, step_s=0.002)  # six seconds: all take part
         paced = [*CARTPOLE, "--env.id", "Paced-v0", "--run.name", "r", "--total-steps", "8000"]
         job = possible.start_command([*command, *paced], cwd=tmp_path, env=environment).wait()

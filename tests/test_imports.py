@@ -139,7 +139,7 @@ if __name__ == "__main__":
 """
 BENCHMARK = """
 from pala.lab.benchmark import __main__ as benchmark
-benchmark.parse(["configs/pong.toml", "--ranks", "1", "2"])
+benchmark.parse(["pong", "--ranks", "1", "2"])
 benchmark.protocol_cost_us(2, messages=100)
 benchmark.provenance()
 """

@@ -69,12 +69,12 @@ def test_a_curve_is_in_the_order_of_its_axis_and_thin() -> None:
 
 
 def test_a_curve_begins_with_enough_episodes() -> None:
-    def begin(episodes: int, window: int) -> float:
-        return float(learning_curve(np.arange(episodes) + 1.0, np.zeros(episodes), window).x[0])
+    def begin(episodes: int) -> float:
+        return float(learning_curve(np.arange(episodes) + 1.0, np.zeros(episodes)).x[0])
 
-    assert begin(2000, 100) == 100
-    assert begin(300, 100) == 30, "a tenth of a run of few"
-    assert begin(5, 100) == begin(1, 100) == 1
+    assert begin(2000) == 100
+    assert begin(300) == 30, "a tenth of a run of few"
+    assert begin(5) == begin(1) == 1
 
 
 def test_every_game_of_the_table_has_its_references() -> None:
@@ -109,7 +109,7 @@ def test_lines_are_told_apart_in_grey() -> None:
 def test_evaluations_stand_beside_the_ends(tmp_path: Path) -> None:
     def marks(*runs: Path) -> dict[str, list[float]]:
         loaded = [read(run) for run in runs]
-        figure = _draw_one(loaded[0], 100) if len(runs) == 1 else _draw_many(_grouped(loaded, "preset"), 100)
+        figure = _draw_one(loaded[0]) if len(runs) == 1 else _draw_many(_grouped(loaded, "preset"))
         panel = figure.axes[0]
         assert panel.get_ylim()[0] < 3 and panel.get_ylim()[1] > 10.5
         shown = [bars.lines[0] for bars in panel.containers]
@@ -126,7 +126,7 @@ def test_evaluations_stand_beside_the_ends(tmp_path: Path) -> None:
 
 def test_a_mean_that_ends_before_its_runs_is_explained(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / str(s), replace(CONFIG, seed=s), end_s=600 * s) for s in (1, 2)]
-    steps, time = _draw_many(_grouped([read(path) for path in paths], "preset"), 100).axes
+    steps, time = _draw_many(_grouped([read(path) for path in paths], "preset")).axes
     assert "ends with the shortest of its runs" in time.get_xlabel() and "\n" not in steps.get_xlabel()
 
 
@@ -153,8 +153,8 @@ def test_one_run_makes_a_picture(tmp_path: Path) -> None:
 
 
 def test_the_panel_of_distances_is_for_gossip(tmp_path: Path) -> None:
-    gossip = _draw_one(read(make_run(tmp_path / "a")), 100)
-    alone = _draw_one(read(make_run(tmp_path / "b", replace(CONFIG, exchange=NONE))), 100)
+    gossip = _draw_one(read(make_run(tmp_path / "a")))
+    alone = _draw_one(read(make_run(tmp_path / "b", replace(CONFIG, exchange=NONE))))
     assert [len(figure.axes) for figure in (gossip, alone)] == [3, 2]
     assert gossip.axes[0].get_xlabel() == "environment steps of all ranks (1 step = 4 frames)"
     assert gossip.axes[1].get_xlabel() == "training time (minutes)"
@@ -168,7 +168,7 @@ def test_seeds_are_merged_and_settings_told_apart(tmp_path: Path) -> None:
     assert {label: len(runs) for label, runs in groups.items()} == {
         "topology random (mean and range of 3 seeds)": 3, "topology ring": 1,
     }  # fmt: skip
-    figure = _draw_many(groups, 100)
+    figure = _draw_many(groups)
     mean = next(line for line in figure.axes[0].lines if str(line.get_label()).startswith("topology random"))
     assert set(np.asarray(mean.get_ydata())) == {3.0}
     path = plot([*seeds, ring], tmp_path / "all.png")
@@ -205,7 +205,7 @@ def test_how_long_a_job_may_wait_does_not_tell_runs_apart(tmp_path: Path) -> Non
 
 def test_names_are_not_read_as_markup(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("_hidden", "cost$x_$y")]
-    figure = _draw_many(_grouped([read(run) for run in runs], "none"), 100)
+    figure = _draw_many(_grouped([read(run) for run in runs], "none"))
     assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == [" _hidden", r"cost\$x_\$y"]
     for name, drawn in (("several.png", runs), ("one.png", runs[1:])):
         assert plot(drawn, tmp_path / name, group_by="none").stat().st_size > 20_000
@@ -241,8 +241,6 @@ def test_errors_are_sentences(
     assert f"Run '{empty}' has no whole episode yet" in (said := capsys.readouterr().err) and "left out" in said
     with pytest.raises(PalaError, match="at least one run"):
         plot([])
-    with pytest.raises(PalaError, match="'smooth' is 0"):
-        plot([run], smooth=0)
     with pytest.raises(PalaError, match="cannot be written"):
         plot([run], tmp_path / "x.nonsense")
     monkeypatch.setattr("sys.argv", ["plot", str(tmp_path / "nowhere")])
@@ -277,7 +275,7 @@ def test_the_program_names_the_picture(
 ) -> None:
     runs = [str(make_run(tmp_path / name)) for name in ("a", "b")]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["plot", *runs, "--group-by", "none", "--title", "Two"])
+    monkeypatch.setattr("sys.argv", ["plot", *runs, "--group-by", "none"])
     main()
     assert capsys.readouterr().out.strip() == "learning_curves.png"
     assert (tmp_path / "learning_curves.png").stat().st_size > 20_000

@@ -1121,7 +1121,7 @@ def test_a_policy_plays_in_a_window(
     pytest.importorskip("pygame", reason="a window needs pygame")
     monkeypatch.setattr(play, "prepare", lambda threads: None)
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-    monkeypatch.setattr("sys.argv", ["play", str(drawn), "--episodes", "2", "--speed", "100"])
+    monkeypatch.setattr("sys.argv", ["play", str(drawn), "--episodes", "2"])
     play.main()
     assert capsys.readouterr().out == "an episode of 5 steps, return 5.0\n" * 2
 
@@ -1150,7 +1150,7 @@ def test_without_pygame_or_a_display_a_sentence_names_the_video(
     monkeypatch.setattr("sys.argv", ["play", str(drawn), "--video", str(tmp_path / "v.mp4"), "--episodes", "3"])
     with pytest.raises(SystemExit):
         play.main()
-    assert "'--episodes' and '--speed' are of the window" in capsys.readouterr().err
+    assert "'--episodes' is of the window" in capsys.readouterr().err
 
 
 # ---- the page and the examples ---------------------------------------------------------------------------------------

@@ -81,8 +81,12 @@ if MPI.COMM_WORLD.rank == 1:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("module", ["pala.train", pytest.param("pala.doctor", marks=pytest.mark.slow)])
-def test_a_program_that_a_rank_starts_is_refused(module: str, mpi: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mpi", "module"),
+    [("openmpi", "pala.train"), pytest.param("mpich", "pala.doctor", marks=pytest.mark.slow)],
+    indirect=["mpi"],
+)
+def test_a_program_that_a_rank_starts_is_refused(mpi: Launcher, module: str, tmp_path: Path) -> None:
     """With the rank's variables it waited for ever."""
     job = mpi.script(2, INHERITED, tmp_path, module)
     assert job.status == 0 and "a rank of an MPI job (process " in job.output, job.output

@@ -58,24 +58,15 @@ def test_the_readme_is_a_door() -> None:
     assert len(text.split()) <= 1400
 
 
-def train_as_written(command: str, folder: Path, ranks: int, episodes: int, launcher: Launcher) -> str:
-    """Run a command that trains, for fewer steps, look at what it leaves, and return its output."""
-    output = run(f"{command} {FEW} --run.dir {folder} --evaluation.episodes {episodes}", launcher)
-    completed = re.search(r"PALA  completed after [\d,]+ steps: (\S+)", output)
-    assert completed is not None, output
-    made = Path(completed[1])
-    assert "evaluation: " in output and f"learning curve: {made / 'learning_curve.png'}" in output
-    assert record_of(made)["completed"]
-    assert record_of(made)["segments"][0]["ranks"] == ranks
-    assert (made / "evaluation.json").exists() == (episodes > 0) and (made / "policy.safetensors").exists()
-    assert (made / "learning_curve.png").stat().st_size > 5000
-    return output
-
-
 def test_the_readmes_commands(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Train, evaluate with a video, plot: each prints the lines that the README shows of it."""
+    """Train, evaluate with a video, plot, with the lines that the README shows; resume, as the next page does."""
     (train,) = commands(README, "./launch/train.sh")
-    output = train_as_written(train, tmp_path, 2, 2, any_mpi)
+    output = run(f"{train} {FEW} --run.dir {tmp_path} --evaluation.episodes 2", any_mpi)
+    made = Path(re.search(r"PALA  completed after [\d,]+ steps: (\S+)", output)[1])
+    assert f"learning curve: {made / 'learning_curve.png'}" in output and record_of(made)["completed"]
+    assert record_of(made)["segments"][0]["ranks"] == 2
+    assert (made / "evaluation.json").exists() and (made / "policy.safetensors").exists()
+    assert (made / "learning_curve.png").stat().st_size > 5000
     shown = re.findall(
         r"^    (?:PALA  |      )(completed|evaluation|learning curve)\b", README.read_text(), re.MULTILINE
     )
@@ -90,22 +81,22 @@ def test_the_readmes_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     assert (tmp_path / "climber.mp4").stat().st_size > 2_000
     run(as_written(plot), any_mpi)
     assert (tmp_path / "climber.png").stat().st_size > 5000
+    (resume,) = commands(RUNNING, "pala train -n 2 --resume")
+    resume = resume.replace("RUN", str(made)).replace("pala train -n 2", "python -m pala train -n 1")
+    output = run(f"{resume} {FEW.replace('400', '800')} --evaluation.episodes 0 --run.trace", any_mpi)
+    assert f"timeline: `pala trace {made}` makes it" in output
+    assert len(record_of(made)["segments"]) == 2
 
 
-def test_the_readmes_python(any_mpi: Launcher, tmp_path: Path) -> None:
-    job = any_mpi.script(1, python_block(README).replace("200_000", "2_000"), tmp_path)
-    assert job.status == 0, job.output
-    assert "mean return" in job.output
-
-
-def test_train_with_options(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Train with options and a preset. Restarts are only parsed here; `test_supervise.py` makes some."""
+def test_options_of_training() -> None:
+    """They are only parsed here: `test_supervise.py` restarts a job."""
     assert "./launch/test.sh" in commands(RUNNING, "./launch/")
     (restarts,) = (line for line in commands(RUNNING, "./launch/train.sh") if "--restarts" in line)
     (short,) = (line for line in commands(RUNNING, "./launch/train.sh") if line.endswith("pong --seed 2"))
-    options, others = read_options(["--restarts", "0", *shlex.split(restarts)[1:]])  # as train.sh
+    options, others = read_options(shlex.split(restarts)[1:])
     assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Breakout-v5")
-    train_as_written(short.replace("train.sh", "train.sh -n 1"), tmp_path, 1, 0, any_mpi)
+    config = parse(read_options(shlex.split(short)[1:])[1]).config
+    assert (config.seed, config.env.id) == (2, "ALE/Pong-v5")
 
 
 def test_the_commands_of_the_tables_of_cases_train_what_they_say() -> None:
@@ -122,26 +113,12 @@ def test_the_commands_of_the_tables_of_cases_train_what_they_say() -> None:
     assert kinds == ["allreduce", *["gossip"] * 4, "allreduce", "gossip", "gossip"]
 
 
-def test_the_other_commands(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Train and resume. Evaluation and plot are the README's, by other names; `test_docs.py` tries their options."""
-    made = tmp_path / "pong"
-
-    def as_written(command: str) -> str:
-        return command.replace("RUN", str(made)).replace("pala train -n 2", "python -m pala train -n 1")
-
-    train, resume = commands(RUNNING, "pala train -n 2")
-    run(f"{as_written(train)} {FEW} --evaluation.episodes 0 --run.dir {tmp_path} --run.name {made.name}", any_mpi)
-    run(f"{as_written(resume)} {FEW.replace('400', '800')} --evaluation.episodes 0", any_mpi)
-    assert len(record_of(made)["segments"]) == 2
-
-
 def test_gorilas_commands(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Train twice, and make the table of the games."""
-    fast, gorila, *_ = (line.replace("pala ", "python -m pala ", 1) for line in commands(GORILA, "pala train"))
-    fast, gorila = fast.replace("-n 2", "-n 1"), gorila.replace("-n 4", "-n 2")
-    for command, folder, episodes in ((fast, "fast", 0), (gorila, "games", 2)):
-        few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes {episodes} --run.dir {tmp_path / folder}"
-        assert "PALA  completed after" in run(f"{command} {few}", any_mpi)
+    """Train, and make the table of the games."""
+    (gorila,) = commands(GORILA, "pala train -n 4 gorila/pong")
+    gorila = gorila.replace("pala train -n 4", "python -m pala train -n 2")
+    few = f"{FEW} --gorila.min-replay-steps 200 --evaluation.episodes 2 --run.dir {tmp_path / 'games'}"
+    assert "PALA  completed after" in run(f"{gorila} {few}", any_mpi)
     (scores,) = commands(GORILA, "pala scores")
     scores = scores.replace("pala ", "python -m pala ", 1)
     run(scores.replace(" runs", f" {tmp_path / 'games'} --output {tmp_path / 'scores'}"), any_mpi)
@@ -153,11 +130,12 @@ def test_the_schedules(any_mpi: Launcher) -> None:
     assert "20 schedules held" in run(command.replace("2000", "20"), any_mpi)
 
 
-def test_a_script_with_a_factory(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Run the script of the page of presets, which has a factory of the user's own, under mpirun."""
+def test_scripts_of_pages(any_mpi: Launcher, tmp_path: Path) -> None:
+    """That of the README, and that of the page of presets with a factory of the user's own, by plain `python`."""
     (tmp_path / "my_preset.toml").write_text("total_steps = 3000\n[env]\nnum_envs = 4\n[run]\nname = 'r'\n")
-    job = any_mpi.script(1, python_block(PRESETS), tmp_path)
-    assert job.status == 0, job.output
+    (tmp_path / "script.py").write_text(python_block(README).replace("200_000", "2_000") + python_block(PRESETS))
+    job = any_mpi.start_command([str(any_mpi.folder / "python"), "script.py"], cwd=tmp_path).wait()
+    assert job.status == 0 and "mean return" in job.output, job.output
     assert record_of(tmp_path / "runs" / "r")["completed"]
 
 

@@ -46,7 +46,17 @@ from explorer.planted import (
     WaitsForTheStopped,
     WaitsOneUpdateTooLate,
 )
-from explorer.schedules import MIXINGS, NETWORKS, STALENESS, InvariantError, MakeProtocol, check, pushed, schedule
+from explorer.schedules import (
+    MIXINGS,
+    NETWORKS,
+    STALENESS,
+    TOGETHER,
+    InvariantError,
+    MakeProtocol,
+    check,
+    pushed,
+    schedule,
+)
 from pala.config import catalogue
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
@@ -323,11 +333,22 @@ def try_all(numbers: range, protocol: MakeProtocol = make_protocol) -> Tried:
 
 
 @pytest.mark.parametrize("schedules", [50, pytest.param(3000, marks=pytest.mark.soak)])
-def test_schedules_drawn_at_random_hold(schedules: int) -> None:
-    tried = try_all(range(schedules))
+@pytest.mark.parametrize(
+    ("first", "met"),
+    [(0, {"no faults", "deaths", "stops", "NaN"}), (TOGETHER, {"deaths and leaves and spares and NaN"})],
+)
+def test_schedules_drawn_at_random_hold(first: int, met: set[str], schedules: int) -> None:
+    tried = try_all(range(first, first + schedules))
     assert tried.failure is None, tried.failure
-    met = {kind for kinds in tried.faults for kind in kinds.split(" and ")}
-    assert tried.schedules == schedules and met >= {"no faults", "deaths", "stops", "NaN"}
+    found = {*tried.faults} | {kind for kinds in tried.faults for kind in kinds.split(" and ")}
+    assert tried.schedules == schedules and found >= met
+
+
+def test_from_a_million_on_ranks_leave_join_die_and_hold_nan_in_each_schedule() -> None:
+    for number in range(TOGETHER, TOGETHER + 200):
+        drawn = schedule(number)
+        assert drawn.leaves and drawn.spares and drawn.deaths and drawn.poison, number
+        assert not drawn.leaves.keys() & drawn.deaths.keys()
 
 
 @pytest.mark.soak

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pala.lab.simulate import __main__ as program
-from pala.lab.simulate import methods, predict
+from pala.lab.simulate import methods, predict, report
 from pala.lab.simulate.costs import Costs, control_bytes, costs_of
 from pala.lab.simulate.gossip import Cluster, GossipCluster, Link, Prediction, predict_gossip
 from pala.lab.simulate.gossip import measured as played
 from pala.lab.simulate.groups import group_costs, of_groups
 from pala.lab.simulate.methods import halving_doubling_s, predict_allreduce, ring_s
 from pala.system.errors import PalaError
+from support import REPOSITORY
 from support.benchmarks import canned, canned_job
 
 MODEL_BYTES = 4_000_000
@@ -231,16 +231,16 @@ def test_a_group_waits_for_its_slowest_and_sends_for_all() -> None:
 def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, output = tmp_path / "benchmark.json.gz", tmp_path / "out"
     file.write_bytes(gzip.compress(json.dumps(measured(host="h")).encode()))  # as in results/
-    options = ["--ranks", "2", "8", "80", "--methods", "complete", "ring", "allreduce", "--ranks-per-host", "4"]
+    options = ["--ranks", "2", "8", "80", "--methods", "ring", "allreduce", "--ranks-per-host", "4", "--group", "4"]
     predict.run(["--benchmark", str(file), "--output", str(output), *options])
     printed = capsys.readouterr().out
     for expected in (
-        "complete: not simulated above 64 ranks: n(n-1) models a round.", "One rank 4 times slower",
+        "ring: not two or more groups of 4 ranks.", "One rank 4 times slower",
         "| ring      |    80 |", "| allreduce |    80 |",
     ):  # fmt: skip
         assert expected in printed, expected
     result = json.loads((output / "simulation.json").read_text())
-    assert len(result["predictions"]) == 2 * 3 * 3 and result["options"]["seed"] == 1 and result["versions"]
+    assert len(result["predictions"]) == 2 * 2 * 3 and result["options"]["seed"] == 1 and result["versions"]
     blank = [row for row in result["predictions"] if "reason" in row]
     assert len(blank) == 2 and all("steps_per_s" not in row for row in blank)
     assert (output / "simulation.md").read_text() in printed
@@ -255,8 +255,6 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
         (["--ranks", "1"], "'--ranks' has 1 but every number must lie between 2 and 10000"),
         (["--ranks", "20000"], "'--ranks' has 20000 but"),
         (["--methods", "gosip"], "'--methods': 'gosip' is none of random"),
-        (["--straggler", "0.5"], "'--straggler' is 0.5 but must be a number of at least 1"),
-        (["--straggler", "nan"], "'--straggler' is nan but must be a number of at least 1"),
         (["--latency-us", "inf"], "'--latency-us' is inf but must be a number of at least 0"),
         (["--seed", "-1"], "'--seed' is -1 but must be a number of at least 0"),
         (["--bandwidth-gbit", "0"], "'--bandwidth-gbit' is 0 but must lie above 0"),
@@ -270,8 +268,7 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
         (["--benchmark", "old.json"], "'old.json' lacks the times of single updates and models"),
         (["--benchmark", "top_k.json"], "'top_k.json' was measured with top_k"),
         (["--benchmark", "slow.json"], "'slow.json' was measured with '--slowdown 4'"),
-        (["--methods", "complete", "--ranks", "500"], "nothing to simulate: not simulated above"),
-        (["--benchmark", "paired.json", "--methods", "complete"], "nothing to simulate: paired has one open offer"),
+        (["--methods", "ring", "--ranks", "4", "--group", "4"], "nothing to simulate: not two or more groups"),
         (
             ["--benchmark", "rounded.json", "--methods", "allreduce"],
             "to simulate: not from costs of 'bfloat16'",
@@ -288,10 +285,9 @@ def test_a_mistake_is_one_sentence(
     top_k = measured(host="h")
     top_k["config"]["exchange"]["compression"] = "top_k"
     Path("top_k.json").write_text(json.dumps(top_k))
-    for name, settings in (("paired", {"mixing": "paired"}), ("rounded", {"compression": "bfloat16"})):
-        of = measured(host="h")
-        of["config"]["exchange"].update(settings)
-        Path(f"{name}.json").write_text(json.dumps(of))
+    rounded = measured(host="h")
+    rounded["config"]["exchange"]["compression"] = "bfloat16"
+    Path("rounded.json").write_text(json.dumps(rounded))
     good = measured(host="h")
     Path("slow.json").write_text(json.dumps(good | {"options": good["options"] | {"slowdown": 4.0}}))
     with pytest.raises(PalaError) as caught:
@@ -320,11 +316,13 @@ def test_who_waits_no_more_takes_a_message_where_it_looks_next() -> None:
     assert seen and seen[0] > 0.05 + 1e-6
 
 
-@pytest.mark.parametrize("name", ["check", "explore"])
-def test_what_is_for_developers_says_where_it_is(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["pala.simulate", name, "--faults", "stop"])
-    with pytest.raises(SystemExit, match="2"):
-        program.main()
-    assert f"`python tests/explorer {name}`" in capsys.readouterr().err
+def test_a_published_prediction_of_methods_that_are_gone_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = REPOSITORY / "results/simulation/predict/simulation.json.gz"
+    simulation = json.loads(gzip.decompress(file.read_bytes()))
+    drawn = list[Any]()
+    monkeypatch.setattr(report, "write_picture", lambda figure, output: drawn.append(figure))
+    report.draw(simulation, file.with_suffix(".png"))
+    for axes in drawn[0].axes:
+        labels = [line.get_label() for line in axes.lines]
+        assert {"server", "servers", "shared_memory", "gossip, random"} <= {*labels} and len(labels) == 9
+    assert "| servers " in report.markdown(simulation)

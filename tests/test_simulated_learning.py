@@ -85,13 +85,13 @@ def test_several_exchanges_an_update_keep_all_progress_too() -> None:
 def test_synchronous_ranks_hold_one_model_and_wait_for_the_slowest() -> None:
     alike = learn("allreduce", CONFIG, Conditions(ranks=3, delay_updates=0.0))
     assert alike.progress_kept == pytest.approx(1, abs=1e-4) and max(alike.distances) < 1e-6
-    slow = learn("allreduce", CONFIG, Conditions(ranks=3, delay_updates=0.0, slow_ranks=1, slowness=4.0))
+    slow = learn("allreduce", CONFIG, Conditions(ranks=3, delay_updates=0.0, slow_ranks=1))
     assert slow.time_updates == pytest.approx(4 * alike.time_updates, rel=0.1)
     assert slow.updates == alike.updates
 
 
 def test_independent_learners_do_not_wait_for_the_slowest() -> None:
-    learned = learn("none", CONFIG, Conditions(ranks=3, slow_ranks=1, slowness=4.0))
+    learned = learn("none", CONFIG, Conditions(ranks=3, slow_ranks=1))
     of_last_rounds = [time for steps, time, _ in learned.episodes if steps > 0.8 * learned.global_steps]
     assert min(of_last_rounds) < 0.35 * learned.time_updates and max(of_last_rounds) > 0.8 * learned.time_updates
 
@@ -103,12 +103,10 @@ def test_time_ends_with_training() -> None:
 
 
 @pytest.mark.slow
-def test_gossip_does_not_wait_for_a_slow_rank_and_outlives_dead_ones() -> None:
-    slow = learn("paired", CONFIG, Conditions(ranks=3, slow_ranks=1, slowness=4.0))
+def test_gossip_does_not_wait_for_a_slow_rank() -> None:
+    slow = learn("paired", CONFIG, Conditions(ranks=3, slow_ranks=1))
     assert slow.updates[0] < 0.5 * slow.updates[1]
     assert slow.time_updates < 1.6 * learn("paired", CONFIG, Conditions(ranks=3)).time_updates
-    fewer = learn("paired", CONFIG, Conditions(ranks=4, deaths=2))
-    assert fewer.global_steps >= 1200 and min(fewer.updates) < 0.9 * max(fewer.updates)
 
 
 def test_a_curve_has_the_mean_return_of_each_interval() -> None:
@@ -151,15 +149,13 @@ def test_what_was_trained_before_a_failure_is_kept(tmp_path: Path, monkeypatch: 
     ("arguments", "sentence"),
     [
         ("--methods gala", "'gala' is none of uniform"), ("--ranks 0", "'--ranks' is 0"),
-        ("--ranks 2 --deaths 2", "must be less than '--ranks'"), ("--slowness 0.5", "'--slowness' is 0.5"),
-        ("--slowness nan", "'--slowness' is nan"), ("--slowness 8", "give '--slow-ranks', too"),
+        ("--ranks 2 --slow-ranks 2", "must be less than '--ranks'"),
         ("--a2c.gamma 3", "'a2c.gamma' is 3"), ("missing.toml", "'missing.toml' does not exist"),
-        ("--ranks 3 --deaths 1 --methods paired none --seeds 1", "'--deaths' is for gossip, not for 'none'"),
         ("--output /tmp", "'/tmp' is a folder; name a file"),
         ("--exchange.topology complete", "'--methods' has 'paired'"), ("--algorithm gorila", "A2C only"),
         ("--seed 5", "'--seeds' names the seeds"),
         ("--seeds -1", "'--seeds' must be"), ("--delay-updates nan", "'--delay-updates' is nan"),
-        ("--exchange.compression bfloat16", "simulated models travel as they are"),
+        ("--exchange.compression bfloat16", "exchange whole models, one each"),
         ("--output /no_such_folder/x.json", "nothing can be written into '/no_such_folder'"),
     ],
 )  # fmt: skip
@@ -169,12 +165,11 @@ def test_mistakes_are_one_sentence(arguments: str, sentence: str) -> None:
 
 
 def test_progress_says_what_each_rule_keeps(capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--slowness", "--delays"):
-        with pytest.raises(PalaError, match="all are finite"):
-            progress.run([option, "inf"])
-    progress.run(["--ranks", "2", "--delays", "1", "--slowness", "1", "--updates", "100"])
+    with pytest.raises(PalaError, match="0 and finite"):
+        progress.run(["--delays", "inf"])
+    progress.run(["--ranks", "2", "--delays", "1"])
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    kept = {row[4].strip(): float(row[5]) for row in rows[2:]}
+    kept = {row[4].strip(): float(row[5]) for row in rows[2:] if row[3].strip() == "1"}
     assert kept["paired"] == 1.0 and max(kept["uniform"], kept["push_sum"]) < 0.85
 
 
@@ -182,7 +177,6 @@ def test_progress_says_what_each_rule_keeps(capsys: pytest.CaptureFixture[str]) 
     ("arguments", "sentence"),
     [
         ("--mixings best", "'best' is none of"),
-        ("--topology complete", "one open offer"),
         ("--ranks 1", "at least 2"),
         ("--delays", "names nothing"),
     ],

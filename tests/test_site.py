@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import draw_panel
 import mkdocs_hooks
 import pala
 from pala.config import Config, to_table
@@ -61,7 +62,14 @@ def test_links_lead_to_where_pages_are_on_the_site() -> None:
     assert led("[a](../README.md#how-it-works)", "architecture.md") == "[a](index.md#how-it-works)"
     assert led("[a](../../docs/simulate.md)", "results/mixing/README.md") == "[a](../../simulate.md)"
     assert led("![a b](results/pong/learning_curves.png)", "index.md") == "![a b](results/pong/learning_curves.png)"
+    assert led("![a](docs/panel.svg)", "index.md") == led("![a](panel.svg)", "metrics.md") == "![a](panel.svg)"
     assert led("[`a`](../pala/train.py) [b](https://x.org)", "architecture.md") == "`a` [b](https://x.org)"
+
+
+def test_the_picture_of_the_panel_is_what_a_run_shows() -> None:
+    picture = (REPOSITORY / "docs" / "panel.svg").read_text()
+    assert picture == draw_panel.picture(), "python docs/draw_panel.py draws it anew"
+    assert "steps/s" in picture and "url(" not in picture.replace("url(#", "")
 
 
 @pytest.mark.slow

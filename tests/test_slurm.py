@@ -82,7 +82,7 @@ class Submitted:
 
 @pytest.mark.slow
 def test_one_node(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
-    train = ["configs/pong.toml", "--run.name", "r", "--total-steps", "1000"]
+    train = ["pong", "--run.name", "r", "--total-steps", "1000"]
     job = Submitted(slurm, "one_node", *train, options=["--ntasks=2"], folder=tmp_path)
     job.wait()
     assert slurm.states(job.id) == ["COMPLETED"], job.log()
@@ -94,7 +94,7 @@ def test_one_node(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_preemptible_job_goes_on_to_the_end(slurm: Slurm, any_mpi: Launcher, tmp_path: Path) -> None:
     """Told to end and requeued by hand; then as if its time were over; then preempted by a job that needs all cores."""
-    train = ["configs/pong.toml", *OFTEN, "--total-steps", "8000"]  # 40 s of training, but for the last job
+    train = ["pong", *OFTEN, "--total-steps", "8000"]  # 40 s of training, but for the last job
     job = Submitted(slurm, "preemptible", *train, options=["--ntasks=2"], folder=tmp_path, step_s=0.01)
     run = f"slurm-{job.id}"
     job.wait_for_checkpoints(run)
@@ -165,7 +165,7 @@ def test_several_nodes(any_mpi: Launcher, tmp_path: Path) -> None:
     """scancel reaches every process on every node, Open MPI's own too; the ranks have the time for their checkpoint."""
     with started(2) as slurm:
         options, endless = ["--ntasks-per-node=1"], ["--run.name", "r", "--total-steps", "100000000", *OFTEN]
-        job = Submitted(slurm, "several_nodes", "configs/pong.toml", *endless, options=options, folder=tmp_path)
+        job = Submitted(slurm, "several_nodes", "pong", *endless, options=options, folder=tmp_path)
         job.wait_for_checkpoints("r")
         assert slurm.run("scancel", job.id).status == 0
         job.wait()
@@ -184,7 +184,7 @@ def test_several_nodes(any_mpi: Launcher, tmp_path: Path) -> None:
 def assert_goes_on_over_nodes(slurm: Slurm, folder: Path) -> None:
     """A preemptible job of several nodes, as if its time were over, and then cancelled."""
     options = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
-    train = ["configs/pong.toml", "--total-steps", "100000000", *OFTEN]
+    train = ["pong", "--total-steps", "100000000", *OFTEN]
     job = Submitted(slurm, "preemptible", *train, options=options, folder=folder)
     run = f"slurm-{job.id}"
     job.wait_for_checkpoints(run)

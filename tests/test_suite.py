@@ -21,6 +21,7 @@ from pala.run import run_folder
 from pala.system.errors import PalaError
 from support import REPOSITORY
 from support.helpers import wait_for
+from support.mpi import catches
 
 PUBLISHED = score_table(scores.PUBLISHED)
 
@@ -55,12 +56,6 @@ def test_the_jobs_are_all_games_of_each_seed(tmp_path: Path) -> None:
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
-
-
-def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ from pala.train import parse
 from support import REPOSITORY
 from support.checkpoints import make_state
 from support.helpers import CARTPOLE, record_of, wait_for, write_paced
-from support.mpi import Job, Launcher, assert_all_end, processes_in, ranks_in
+from support.mpi import Job, Launcher, assert_all_end, fake_mpirun, processes_in, ranks_in
 from virtual_hosts import VirtualHosts
 
-SCRIPT = REPOSITORY / "launch" / "supervise.py"
+SUPERVISE = ["-m", "pala.supervise"]
 OFTEN = ["--run.name", "r", "--run.checkpoint-interval-s", "0.3"]
 
 # ---- what it decides, with jobs that only leave their files ----------------------------------------------------------
@@ -48,7 +48,7 @@ class Scripted(Supervisor):
     """Its jobs are functions."""
 
     def __init__(self, arguments: list[str], script: list[Attempt]) -> None:
-        super().__init__(*read_options(["--pause-s", "0", *arguments]))
+        super().__init__(*read_options(["--pause-s", "0", "--restarts", "3", *arguments]))
         self.script, self.told = script, []
 
     def _run_job(self, start, hosts, steps) -> int:
@@ -179,7 +179,7 @@ def test_a_supervisor_that_was_started_several_times_says_so(there: Path) -> Non
     """As by srun, where each task would start all ranks."""
     for rank, says in ((0, True), (1, False)):
         environment = os.environ | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": str(rank)}
-        command = [sys.executable, str(SCRIPT), "--mpirun", "true", "--restarts", "0", "quickstart"]
+        command = [sys.executable, *SUPERVISE, "--mpirun", "true", "quickstart"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
         assert ("this was started 4 times at once" in done.stderr) == says, done.stderr
 
@@ -648,8 +648,8 @@ def test_the_preset_is_not_given_again(there: Path) -> None:
 
 def test_the_quickstart_is_trained_where_nothing_else_is_asked_for(there: Path, capsys) -> None:
     """As train.sh does it."""
-    by_script = ["--restarts", "0", "--or-preset", "quickstart"]
-    supervisor = Scripted([*by_script, "--seed", "3"], [dies_early])
+    by_script = ["--or-preset", "quickstart"]
+    supervisor = Scripted([*by_script, "--restarts", "0", "--seed", "3"], [dies_early])
     assert supervisor.supervise() == 1 and supervisor.told[0][:3] == ["quickstart", "--seed", "3"]
     said = capsys.readouterr().err
     assert "nothing was trained" in said and "--resume" not in said
@@ -720,11 +720,6 @@ def test_spares_make_up_for_a_host_that_is_lost(there: Path, spares: int, sizes:
     assert supervisor._sizes(supervisor.hosts[:1]) == sizes
     told = parse(supervisor._train_arguments(sizes[1])).config
     assert told.run.spares == sizes[1]
-
-
-def fake_mpirun(folder: Path, script: str) -> None:
-    (folder / "mpirun").write_text("#!/bin/sh\n" + script)
-    (folder / "mpirun").chmod(0o755)
 
 
 def test_a_host_that_does_not_start_a_process_is_left_out(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -827,7 +822,8 @@ def test_mistakes_are_found_before_anything_starts(arguments: list[str], sentenc
 
 
 def start(launcher: Launcher, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
-    command = [str(launcher.folder / "python"), str(SCRIPT), "--pause-s", "0.2", *arguments]
+    python = str(launcher.folder / "python")
+    command = [python, *SUPERVISE, "--pause-s", "0.2", "--restarts", "3", *arguments]
     return launcher.start_command(command, cwd=cwd, env=env)
 
 
@@ -908,7 +904,7 @@ def test_any_signal_is_passed_on_as_usr1(number: int, there: Path) -> None:
         pytest.skip("SIGHUP is ignored, as under nohup, and stays so")
     traps = "".join(f"trap 'echo {name} >told; exit 7' {name}\n" for name in ("INT", "QUIT", "HUP", "TERM", "USR1"))
     fake_mpirun(there, f'[ "$1" = --version ] && exit\n{traps}touch begun\nwhile :; do sleep 0.1; done\n')
-    command = [sys.executable, SCRIPT, "--mpirun", "./mpirun", "--pause-s", "0", *CARTPOLE, "--run.name", "r"]
+    command = [sys.executable, *SUPERVISE, "--mpirun", "./mpirun", "--restarts", "3", *CARTPOLE, "--run.name", "r"]
     with subprocess.Popen(command, cwd=there, stderr=subprocess.PIPE, text=True) as job:
         wait_for(lambda: Path("begun").exists() or job.poll() is not None, what="the fake mpirun")
         job.send_signal(number)
@@ -950,12 +946,8 @@ def test_a_users_mistake_is_not_restarted(mpi: Launcher, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
-    job = subprocess.Popen(
-        [sys.executable, SCRIPT, "--mpirun", "false", "--pause-s", "60"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, *SUPERVISE, "--mpirun", "false", "--pause-s", "60", "--restarts", "1"]
+    job = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert job.stderr is not None
     while "the run is not complete" not in job.stderr.readline():
         assert job.poll() is None
@@ -979,9 +971,11 @@ def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:
         _, environment = hosts.mpirun([])
         where = ",".join(f"{address}:1" for address in hosts.addresses)
         mpirun = " ".join([str(possible.folder / "mpirun"), *soon])
-        command = [possible.folder / "python", SCRIPT, "--pause-s", "0.2", "--host", where, "--mpirun", mpirun]
+        options = ["--pause-s", "0.2", "--restarts", "3", "--host", where, "--mpirun", mpirun]
         job = possible.start_command(
-            [*hosts.inside(0), *map(str, command), *train], cwd=tmp_path, env=environment | paced
+            [*hosts.inside(0), str(possible.folder / "python"), *SUPERVISE, *options, *train],
+            cwd=tmp_path,
+            env=environment | paced,
         )
         wait_for_checkpoints(job, run)
         assert record_of(run)["segments"][0]["hosts"] == ["vhost0", "vhost1"]

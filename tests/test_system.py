@@ -328,7 +328,7 @@ def test_prepare_sizes_thread_pools_before_they_load_and_initialises_nothing():
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(
-    "program", [["-m", "pala", "evaluate", "/nonexistent"], [str(REPOSITORY / "launch/supervise.py"), "--host", "?"]]
+    "program", [["-m", "pala", "evaluate", "/nonexistent"], ["-m", "pala.supervise", "--host", "?"]]
 )
 def test_a_mistake_has_its_status_though_nobody_can_hear_of_it(program: list[str], closed: str, tmp_path: Path) -> None:
     """Without standard error `sys.stderr` is None, and the next file that is opened gets its number."""

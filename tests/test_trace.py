@@ -33,7 +33,7 @@ from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
 from support.helpers import CARTPOLE, slow_but_for
 from support.memory_jobs import configure, gorila, leave_at, slow_until_joined, stop_when, train, with_spares
-from support.mpi import Launcher
+from support.standing_ranks import StandingRanks
 
 Event = dict[str, Any]
 FACTS = {"format": 1, "rank": 0, "host": "here", "offset_s": 0.0, "error_s": 0.0, "clock_s": 5.0, "unix_s": 1e9}
@@ -194,9 +194,10 @@ UNIFORM = ("--exchange.mixing", "uniform")
 
 
 @pytest.mark.mpi
-def test_messages_of_real_ranks_come_after_they_were_sent(any_mpi: Launcher, tmp_path: Path) -> None:
-    job = any_mpi.train(2, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", "--run.trace", *UNIFORM, cwd=tmp_path)
-    assert job.status == 0 and "timeline: `pala trace runs/r` makes it" in job.output, job.output
+def test_messages_of_real_ranks_come_after_they_were_sent(standing: StandingRanks, tmp_path: Path) -> None:
+    arguments = [*CARTPOLE, "--total-steps", "6000", "--run.name", "r", "--run.trace", *UNIFORM]
+    done = standing.train(2, *arguments, cwd=tmp_path)
+    assert done.status == 0, done.output
     timeline = read(tmp_path / "runs/r")
     assert [rank.error_s for rank in timeline.ranks] == [0, 0] and len({rank.host for rank in timeline.ranks}) == 1
     events = chrome(timeline, tmp_path)

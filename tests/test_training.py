@@ -1,4 +1,4 @@
-"""Whole trainings on real ranks that stand by: numbers of ranks, topologies, compression, resumes, kinds of actions."""
+"""Whole trainings on real ranks that stand by: numbers of ranks, topologies, compression, resumes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 
 from pala.comm.base import Communicator
-from pala.evaluation.scoring import Acting, evaluate
 from pala.run.checkpoint import newest_segment, save_rank
 from pala.run.hooks import Callbacks
 from pala.run.metrics import read_run
@@ -61,9 +59,9 @@ def test_complete_uniform_lockstep_keeps_models_close(standing: StandingRanks, t
 
 @pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
 def test_compressed_models_train_one_policy_with_as_many_bytes_as_they_should(
-    each_standing: StandingRanks, compression: str, tmp_path: Path
+    standing: StandingRanks, compression: str, tmp_path: Path
 ) -> None:
-    done = each_standing.train(
+    done = standing.train(
         3, *CARTPOLE, "--total-steps", "6000", "--run.name", "r", "--exchange.compression", compression,
         "--exchange.top-k-fraction", "0.1", "--exchange.max-staleness", "2", "--exchange.topology", "ring",
         "--exchange.patience-s", "300", cwd=tmp_path,
@@ -104,30 +102,6 @@ def test_two_gossiping_ranks_learn_cartpole(standing: StandingRanks, tmp_path: P
     assert means.max() > 150
 
 
-def test_continuous_actions(standing: StandingRanks, tmp_path: Path) -> None:
-    done = standing.train(
-        2, *CARTPOLE, "--env.id", "Pendulum-v1", "--total-steps", "4000", "--run.name", "r", cwd=tmp_path
-    )
-    assert done.status == 0, done.output
-    lengths = [
-        r["length_steps"] for records in read_run(tmp_path / "runs/r") for r in records if r["type"] == "episode"
-    ]
-    assert set(lengths) == {200}
-
-
-def test_a_factory_of_environments_and_the_evaluation_of_its_policy(standing: StandingRanks, tmp_path: Path) -> None:
-    def make_env() -> gymnasium.Env:
-        return gymnasium.make("CartPole-v1", max_episode_steps=37)
-
-    arguments = ["--total-steps", "2000", "--env.num-envs", "2", "--run.name", "r", "--run.console", "none"]
-    done = standing.run(2, train, arguments, make_env, cwd=tmp_path)
-    assert done.status == 0, done.output
-    run = tmp_path / "runs/r"
-    lengths = [r["length_steps"] for records in read_run(run) for r in records if r["type"] == "episode"]
-    assert lengths and max(lengths) <= 37
-    assert max(evaluate(run, 4, 2, Acting(seed=1, trust_run=True)).returns) <= 37
-
-
 # ---- what is not finite ----------------------------------------------------------------------------------------------
 
 
@@ -152,10 +126,10 @@ def train_poisoned(comm: Communicator, arguments: list[str]) -> int:
 
 @pytest.mark.parametrize("compression", ["none", "top_k"])
 def test_nan_on_one_rank_is_refused_reported_and_healed(
-    each_standing: StandingRanks, compression: str, tmp_path: Path
+    standing: StandingRanks, compression: str, tmp_path: Path
 ) -> None:
     arguments = [*CARTPOLE, "--total-steps", "100000000", "--run.name", "r", "--exchange.compression", compression]
-    done = each_standing.run(3, train_poisoned, arguments, cwd=tmp_path)
+    done = standing.run(3, train_poisoned, arguments, cwd=tmp_path)
     assert done.status == 0, done.output
     assert re.search(r"\[rank [02]\] rejected a model from rank 1: it holds NaN", done.output)
     assert re.search(r"\[rank 1\] update 8\d: the parameters were not finite either; they are replaced", done.output)
@@ -195,15 +169,6 @@ def test_weights_that_nobody_learned_are_not_mixed_in(kind: str, standing: Stand
     assert all(float(parameters_of(run, rank).abs().max()) < 10 for rank in range(2))
 
 
-def test_an_existing_run_is_never_written_over(standing: StandingRanks, tmp_path: Path) -> None:
-    arguments = [*CARTPOLE, "--total-steps", "500", "--run.name", "r"]
-    assert standing.train(1, *arguments, cwd=tmp_path).status == 0
-    before = (tmp_path / "runs/r/run.json").read_bytes()
-    done = standing.train(1, *arguments, cwd=tmp_path)
-    assert done.status == 2 and "exists already" in done.output
-    assert (tmp_path / "runs/r/run.json").read_bytes() == before
-
-
 def test_damaged_checkpoints(standing: StandingRanks, tmp_path: Path) -> None:
     """The one before is used; without it, a sentence names the file, on all ranks, without a hang."""
     assert standing.train(2, *CARTPOLE, "--total-steps", "1000", "--run.name", "r", cwd=tmp_path).status == 0
@@ -222,9 +187,3 @@ def test_damaged_checkpoints(standing: StandingRanks, tmp_path: Path) -> None:
     done = standing.train(2, "--resume", "runs/r", "--total-steps", "3000", cwd=tmp_path)
     assert done.status == 2
     assert re.search(r"Rank 1: Checkpoint '.*rank-0001.safetensors' cannot be read", done.output)
-
-
-def test_a_checkpoint_of_another_network(standing: StandingRanks, tmp_path: Path) -> None:
-    assert standing.train(2, *CARTPOLE, "--total-steps", "500", "--run.name", "r", cwd=tmp_path).status == 0
-    done = standing.train(2, "--resume", "runs/r", "--network.mlp-hidden", "8", cwd=tmp_path)
-    assert done.status == 2 and "is of another network" in done.output

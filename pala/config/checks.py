@@ -97,7 +97,7 @@ def _check_spares(config: Config, source: str) -> None:
         raise PalaError(
             f"{source}: 'run.spares' is {config.run.spares}, but 'exchange.kind' is {config.exchange.kind!r}, in which "
             "no rank can take another's place while training runs; 'gossip' can. Leave it out, and let "
-            "`launch/supervise.py` restart the job."
+            "`pala train -n` restart the job."
         )
 
 
@@ -128,11 +128,6 @@ def _check_gorila(gorila: GorilaConfig, source: str) -> None:
             f"{source}: 'gorila.parameters_period_updates' is {gorila.parameters_period_updates}, but gradients more "
             f"than {gorila.max_staleness_updates} updates old are discarded ('gorila.max_staleness_updates'); lower "
             "the one or raise the other."
-        )
-    if gorila.epsilon_last > gorila.epsilon_first:
-        raise PalaError(
-            f"{source}: 'gorila.epsilon_last' is {gorila.epsilon_last:g}, above 'gorila.epsilon_first' "
-            f"({gorila.epsilon_first:g}), but epsilon falls; lower the one or raise the other."
         )
 
 

@@ -69,23 +69,13 @@ def _locate(preset: str | Path, folder: str = "") -> tuple[Path, str]:
             return named, ""
     except OSError as error:
         raise PalaError(f"Preset '{preset}' cannot be read: {reason(error)}.") from None
-    if not folder and (member := _members().get(_name_of(path))):
+    if not folder and (member := _members().get(path.as_posix())):
         return member
     if (path / "run.json").exists():
         raise PalaError(f"'{preset}' is the folder of a run, not a preset; go on with it by `--resume`.")
     if not path.name:
         raise PalaError(f"Preset '{preset}' is neither a file nor a name; `pala presets` lists the names.")
     raise PalaError(f"Preset '{preset}' does not exist{_guess(path, folder)}")
-
-
-def _name_of(path: Path) -> str:
-    """Return the name that a preset goes by: `pong` also for `configs/pong.toml`, a file of earlier versions."""
-    if path.suffix != ".toml":
-        return path.as_posix()
-    for folder in (Path("configs"), FOLDER, FOLDER.resolve()):
-        if path.is_relative_to(folder):
-            return path.relative_to(folder).with_suffix("").as_posix()
-    return ""
 
 
 def _guess(path: Path, folder: str) -> str:

@@ -264,8 +264,6 @@ class GorilaConfig:
     """Optimiser of the server: AdaGrad [Gorila]; RMSprop, not centred [DQN: centred]."""
     adagrad_learning_rate: float = setting(1e-2, between=(0, 1e6), unless={"gorila.optimiser": ("rmsprop",)})
     """Step size of AdaGrad. Ours; not tuned (docs/gorila.md)."""
-    adagrad_epsilon: float = setting(1e-5, between=(1e-15, 1), unless={"gorila.optimiser": ("rmsprop",)})
-    """Added to the root of the sum of squares. Ours."""
     rmsprop_learning_rate: float = setting(2.5e-4, between=(0, 1e6), unless={"gorila.optimiser": ("adagrad",)})
     """Step size of RMSprop [DQN]."""
     rmsprop_alpha: float = setting(0.95, between=(0, 0.999999), unless={"gorila.optimiser": ("adagrad",)})
@@ -279,13 +277,10 @@ class GorilaConfig:
     environments pays for."""
     loss_filter_deviations: float = setting(5.0, between=(0, 1e6))
     """A learner discards gradients whose mean absolute error is more than this number of standard deviations above the
-    running mean ("several" [Gorila]); 0 discards none. 5 is ours."""
-    loss_filter_horizon_updates: int = setting(1000, between=(2, 1e9), unless={"gorila.loss_filter_deviations": (0,)})
-    """Gradients that the running mean and deviation remember; no gradient before that number is discarded. Ours."""
-    epsilon_first: float = setting(1.0, between=(0, 1))
-    """Probability of a random action until learning begins [DQN]."""
+    running mean ("several" [Gorila]); 0 discards none. The number is ours, and so is that mean and deviation remember
+    1,000 gradients, before which none is discarded."""
     epsilon_last: float = setting(0.1, between=(0, 1))
-    """Probability of a random action after `epsilon_decay_steps` [DQN, Gorila]."""
+    """Probability of a random action after `epsilon_decay_steps`; until learning begins it is 1 [DQN, Gorila]."""
     epsilon_decay_steps: int = setting(1_000_000, between=(1, 1e12))
     """Steps over all ranks, since learning began, in which epsilon falls linearly [DQN: 1 M "frames", which the
     released code counts in steps]."""
@@ -305,12 +300,12 @@ class RunConfig:
     """Threads a rank, for torch and Atari alike; 0: the rank's share of the cores that it may use, no more
     than a container's quota or Slurm's allocation has."""
     console: Literal["auto", "panel", "lines", "none"] = "auto"
-    """Output of the lowest rank that lives: a live panel on a terminal, lines in a log file."""
+    """Output of the lowest rank that lives: a live panel on a terminal or in a notebook, lines in a log file."""
     spares: int = setting(0, between=(0, 1e6), decides="speed")
     """Number of the job's ranks, the last ones, that do not train but sleep until another dies, and then take its
     place. With `exchange.kind` `gossip` or Gorila, and where a job outlives its ranks (docs/reliability.md)."""
     start_timeout_s: float = setting(300.0, between=(1, 1e6))
-    """Seconds in which all ranks must have come up, or `launch/supervise.py` ends the job: a rank that ends before MPI
+    """Seconds in which all ranks must have come up, or `pala train -n` ends the job: a rank that ends before MPI
     has begun leaves the others waiting. A cold file system of a cluster takes minutes."""
     log_interval_s: float = setting(5.0, between=(0.1, 86400))
     """Seconds between two records of the metrics, and two lines in a log file."""

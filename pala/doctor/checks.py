@@ -213,9 +213,6 @@ def _abilities(job: Job) -> Iterator[Finding]:
     if job.library.name == "Open MPI" and major.isdigit() and int(major) >= 5:
         possible = "off, possible: `mpirun --with-ft ulfm`, as ./launch/train.sh does"
     yield Row("outliving ranks", "on (--with-ft ulfm)" if job.fault_tolerant else possible)
-    said = {rank.cuda_aware for rank in job.ranks}
-    aware = "unknown" if None in said else "yes" if said == {True} else "no"
-    yield Row("CUDA-aware MPI", f"{aware} (PALA does not need it)")
 
 
 # ---- the job ---------------------------------------------------------------------------------------------------------

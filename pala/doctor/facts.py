@@ -5,7 +5,6 @@ They come in three stages: before MPI starts, once it runs, and by a rank that l
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
 import platform
@@ -125,7 +124,6 @@ class Rank:
     library: Product = field(default_factory=Product)
     thread_level: str = ""
     visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES
-    cuda_aware: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -255,17 +253,7 @@ def with_mpi(rank: Rank, library: Product, threads: int) -> Rank:
     from mpi4py import MPI  # `library_here` has seen to it that this does not start MPI
 
     levels = {MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED", MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE"}
-    return replace(
-        rank, threads=threads, library=library, thread_level=levels[MPI.Query_thread()], cuda_aware=_cuda_aware(MPI)
-    )
-
-
-def _cuda_aware(mpi: object) -> bool | None:
-    """Return True if MPI takes pointers to a GPU's memory; None if the library has no such question."""
-    try:
-        return bool(ctypes.CDLL(mpi.__file__).MPIX_Query_cuda_support())  # type: ignore[attr-defined]
-    except (OSError, AttributeError):
-        return None
+    return replace(rank, threads=threads, library=library, thread_level=levels[MPI.Query_thread()])
 
 
 # ---- with torch ------------------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@
     a curve, while it trains          python -m pala.evaluate RUN --follow
     several runs                      python -m pala.evaluate runs/pong-*
     with sticky actions               python -m pala.evaluate RUN --repeat-action-probability 0.25
+    other games, as a table           python -m pala.evaluate RUN --env.id A B
 
-Prints a line for each run; `RUN/evaluation.json` holds the newest result of the final policy in the run's own
-environment (it says whether by `--greedy`), while the run is not complete that of any policy, and
-`RUN/evaluations.jsonl` every one.
+Prints a line for each run, or a table of several environments. `RUN/evaluation.json` holds the newest result of the
+final policy in the run's own environment (it says whether by `--greedy`), while the run is not complete that of any
+policy, and `RUN/evaluations.jsonl` every one.
 
 The policy is `RUN/policy.safetensors`, by `--best` `RUN/best_policy.safetensors`; a run that has not completed is
 scored on the mean of its ranks' newest checkpoints. It is computed on the CPU. What a run was trained with that was
@@ -22,7 +23,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,7 @@ from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.output import log, print_result
 from pala.system.resources import loading, prepare, usable_cores
+from pala.system.text import short_number, table
 
 if TYPE_CHECKING:
     from pala.evaluation.record import Evaluation
@@ -42,6 +44,15 @@ if TYPE_CHECKING:
 
 _PROGRAM = "pala.evaluate"
 _LOOK_S = 5.0  # for a newer checkpoint
+
+
+@dataclass(frozen=True)
+class Environments:
+    """The environments that are played."""
+
+    id: tuple[str, ...] = ()
+    """In place of the run's own, by its other settings; several make a table. They must have the observations and
+    actions that the policy was trained with."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +88,20 @@ class Command:
     """Atari, other than the run's: emulator frames after which an episode is cut."""
     epsilon: float | None = None
     """Gorila, other than the run's: probability of a random action."""
+    env: Environments = field(default_factory=Environments)
 
     @property
     def used_threads(self) -> int:
         """Return the number of threads of torch and Atari."""
         return self.threads or usable_cores()
 
-    @property
-    def acting(self) -> Acting:
-        """Return how the policy is to act. Loads torch."""
+    def acting(self, env_id: str = "") -> Acting:
+        """Return how the policy is to act, in another environment if that is named. Loads torch."""
         from pala.evaluation.scoring import OTHER_SETTINGS, Acting
 
         given = {name: getattr(self, name) for name in OTHER_SETTINGS}
         other = {name: value for name, value in given.items() if value is not None}
-        return Acting(self.greedy, self.seed, self.used_threads, self.trust_run, self.best, other)
+        return Acting(self.greedy, self.seed, self.used_threads, self.trust_run, self.best, other, env_id)
 
 
 def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
@@ -100,8 +111,10 @@ def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
         raise PalaError("Name the folder of at least one run to score.")
     commands = [(run, _over_settings_of(run, arguments)) for run in runs]
     first = commands[0][1]
-    if len(runs) > 1 and (first.follow or first.video is not None):
-        raise PalaError(f"'{'--follow' if first.follow else '--video'}' is of one run, but {len(runs)} are named.")
+    for number, what in ((len(runs), "run"), (len(first.env.id), "environment")):
+        if number > 1 and (first.follow or first.video is not None):
+            option = "--follow" if first.follow else "--video"
+            raise PalaError(f"'{option}' is of one {what}, but {number} are named.")
     if first.follow and (first.best or first.video is not None or first.episodes < 1):
         raise PalaError(
             "'--follow' scores checkpoints as they come: without '--best' and '--video', and with '--episodes' above 0."
@@ -143,38 +156,106 @@ def _follow(run: Path, score: Callable[[], Evaluation]) -> None:
                 return
 
 
+@dataclass(frozen=True)
+class _Task:
+    """One score: of a run's policy in one environment."""
+
+    run: Path
+    folder: Path  # absolute: an environment may change the working directory
+    command: Command
+    env_id: str  # empty: the run's own
+
+    def __str__(self) -> str:
+        """Return its name in a message."""
+        return f"{self.run}, {self.env_id}" if self.env_id else str(self.run)
+
+    @property
+    def acting(self) -> Acting:
+        """Return how the policy is to act. Loads torch."""
+        return self.command.acting(self.env_id)
+
+    def evaluate(self) -> Evaluation:
+        """Play; raises PalaError. Writes nothing."""
+        from pala.evaluation.scoring import evaluate
+
+        return evaluate(self.folder, self.command.episodes, self.command.num_envs, self.acting)
+
+
+def _tasks(commands: list[tuple[Path, Command]]) -> list[_Task]:
+    return [
+        _Task(run, run.absolute(), command, env_id) for run, command in commands for env_id in command.env.id or ("",)
+    ]
+
+
+_COLUMNS = (
+    "run",
+    "environment",
+    "episodes",
+    "mean return",
+    "standard error",
+    "min",
+    "median",
+    "max",
+    "mean length",
+    "human-normalised, %",
+)
+
+
+def _table(scored: list[tuple[_Task, Evaluation]]) -> str:
+    """Return how was played, and a row for each run and environment."""
+    several_runs = len({task.run for task, _ in scored}) > 1
+    infos = list(dict.fromkeys(key for _, evaluation in scored for key in evaluation.mean_info))
+    rows = []
+    for task, evaluation in scored:
+        returns = [evaluation.mean_return, evaluation.standard_error]
+        returns += [evaluation.min_return, evaluation.median_return, evaluation.max_return]
+        further = [evaluation.mean_info.get(key) for key in infos]
+        numbers = [*returns, evaluation.mean_length_steps, evaluation.human_normalised_score, *further]
+        cells = ["" if number is None else short_number(number) for number in numbers]
+        rows.append([str(task.run) if several_runs else "", task.env_id, str(evaluation.episodes), *cells])
+    played = dict.fromkeys(f"{task.run}: {evaluation.conditions}" for task, evaluation in scored)
+    return "\n".join([*played, "", table([*_COLUMNS, *infos], rows)])
+
+
 @exit_on_mistake()
 def main() -> None:
     """Run `python -m pala.evaluate`."""
-    commands = parse(sys.argv[1:])
-    prepare(commands[0][1].used_threads)
+    tasks = _tasks(parse(sys.argv[1:]))
+    prepare(tasks[0].command.used_threads)
     # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
     with loading():
-        from pala.evaluation.scoring import evaluate
         from pala.evaluation.video import record_video
 
     failed = False
-    folders = [run.absolute() for run, _ in commands]  # an environment may change the working directory
-    for (run, command), folder in zip(commands, folders, strict=True):
-        if command.video is not None:  # first, as it is the shorter one and may find that it cannot be made
-            print_result(record_video(folder, command.video, command.acting))
+    scored: list[tuple[_Task, Evaluation]] = []
+    as_table = len(tasks[0].command.env.id) > 1
+    try:
+        for task in tasks:
+            command = task.command
+            if command.video is not None:  # first, as it is the shorter one and may find that it cannot be made
+                print_result(record_video(task.folder, command.video, task.acting))
 
-        def score(run: Path = run, command: Command = command, folder: Path = folder) -> Evaluation:
-            evaluation = evaluate(folder, command.episodes, command.num_envs, command.acting)
-            print_result(str(evaluation) if len(commands) == 1 else f"{run}: {evaluation}")
-            save(folder, evaluation)
-            return evaluation
+            def score(task: _Task = task) -> Evaluation:
+                evaluation = task.evaluate()
+                scored.append((task, evaluation))
+                if not as_table:
+                    print_result(f"{task.run}: {evaluation}" if len(tasks) > 1 else str(evaluation))
+                save(task.folder, evaluation)
+                return evaluation
 
-        if command.follow:
-            _follow(folder, score)
-        elif command.episodes != 0 or command.video is None:
-            try:
-                score()
-            except PalaError as error:
-                if len(commands) == 1:
-                    raise
-                failed = True
-                log(f"pala: error: {run}: {error}")
+            if command.follow:
+                _follow(task.folder, score)
+            elif command.episodes != 0 or command.video is None:
+                try:
+                    score()
+                except PalaError as error:
+                    if len(tasks) == 1:
+                        raise
+                    failed = True
+                    log(f"pala: error: {task}: {error}")
+    finally:
+        if as_table and scored:
+            print_result(_table(scored))
     if failed:
         sys.exit(2)
 

@@ -2,7 +2,7 @@
 
     in a window, until it is closed     python -m pala.play RUN
     one episode as a file               python -m pala.play RUN --video pong.mp4
-    the most probable actions, faster   python -m pala.play RUN --greedy --speed 4
+    the most probable actions           python -m pala.play RUN --greedy
 
 A window needs pygame (`pip install pygame-ce`) and a display. Escape closes it.
 """
@@ -41,8 +41,6 @@ class Command:
     """Write one episode into this MP4 file, without a window."""
     episodes: int = 0
     """Episodes that the window shows; 0: until it is closed."""
-    speed: float = 1.0
-    """Multiple of the speed at which people play."""
     greedy: bool = False
     """The most probable action instead of a sampled one; Gorila: no random actions."""
     seed: int = 0
@@ -57,10 +55,8 @@ class Command:
 def main() -> None:
     """Run `python -m pala.play`."""
     command = read_command(_PROGRAM, sys.argv[1:], Command(run=tyro.MISSING))
-    if not command.speed > 0:
-        raise PalaError(f"'--speed' is {command.speed:g} but must be above 0.")
-    if command.video is not None and (command.episodes, command.speed) != (0, 1.0):
-        raise PalaError("'--episodes' and '--speed' are of the window; '--video' writes one episode, at usual speed.")
+    if command.video is not None and command.episodes:
+        raise PalaError("'--episodes' is of the window; '--video' writes one episode.")
     run_folder.read(command.run)  # before torch, whose loading takes seconds
     prepare(_THREADS)
     from pala.evaluation.scoring import Acting
@@ -86,7 +82,7 @@ def _watch(command: Command, acting: Acting) -> None:
             for episode in film.ended[told:]:
                 print_result(words_of(episode))
             told = len(film.ended)
-            if picture is None or not window.show(picture, film.frames_per_s * command.speed):
+            if picture is None or not window.show(picture, film.frames_per_s):
                 break
 
 

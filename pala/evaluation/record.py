@@ -45,7 +45,7 @@ class Evaluation:
     returns: list[float]
     mean_info: dict[str, float] = field(default_factory=dict)
     """Means of the numbers in `env.episode_info`, where all are finite."""
-    other_settings: dict[str, float] = field(default_factory=dict)
+    other_settings: dict[str, float | str] = field(default_factory=dict)
     """Those that were not the run's own; such a score is no result of the run, and stands in `evaluations.jsonl`
     alone."""
 
@@ -57,7 +57,12 @@ class Evaluation:
         if self.human_normalised_score is not None:
             parts.append(f"{self.human_normalised_score:.1f} % human-normalised (dqn_zoo table)")
         parts += [f"{key} {short_number(value)}" for key, value in self.mean_info.items()]
-        parts.append(action_words(self.greedy, self.epsilon))
+        return f"{', '.join(parts)}, {self.conditions}"
+
+    @property
+    def conditions(self) -> str:
+        """Words for how it was played, and by which policy."""
+        parts = [action_words(self.greedy, self.epsilon)]
         if self.noop_max:
             parts.append(f"up to {self.noop_max} no-ops")
         if self.repeat_action_probability:

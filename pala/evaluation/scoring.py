@@ -16,17 +16,20 @@ import torch
 from pala.algorithms import ALGORITHMS
 from pala.config import Config, EnvConfig, facts_of, from_table, to_table
 from pala.envs.vector import AtariEnvs, Envs, Episode, make_envs
-from pala.evaluation.policy import Actor, load_policy
+from pala.evaluation.policy import Actor, Policy, load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.references import SCORE_TABLE, human_normalised, reference_of
+from pala.networks.own import MakeNetwork
 from pala.run import run_folder, user_code
+from pala.run.checkpoint import AnotherNetworkError
+from pala.run.hooks import UserCode
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError
 from pala.system.output import log
 from pala.system.seeding import derive
-from pala.system.text import counted
+from pala.system.text import counted, short_number
 
-_PROGRESS_S = 30.0
+_PROGRESS_S = 20.0
 
 _MAY_DIFFER = (key.split(".") for key, facts in facts_of(Config).items() if facts.evaluation_may_differ)
 OTHER_SETTINGS = {name: section for section, name in _MAY_DIFFER}
@@ -49,6 +52,8 @@ class Acting:
     """Take the best policy that was kept during training, not the final one."""
     other_settings: Mapping[str, float] = field(default_factory=dict)
     """Settings in place of the run's own: `OTHER_SETTINGS`."""
+    env_id: str = ""
+    """Play this environment in place of the run's own, with the run's settings; empty: the own one."""
 
     def __post_init__(self) -> None:
         check_numbers(seed=(self.seed, 0), threads=(self.threads, 1))
@@ -57,7 +62,9 @@ class Acting:
         """Return the run's settings, with those that are others here. Raises PalaError."""
         record = run_folder.read(run)
         config = run_folder.config_of(run, record)
-        own_env = run_folder.from_python(record["segments"][-1]).environment
+        own_env = not self.env_id and run_folder.from_python(record["segments"][-1]).environment
+        if self.env_id:
+            config = replace(config, env=replace(config.env, id=self.env_id))
         table = to_table(config)
         if self.greedy and self.other_settings.get("epsilon"):
             raise PalaError("'epsilon' is the probability of a random action, and greedy actions never are; give one.")
@@ -78,6 +85,35 @@ class Acting:
             table[section][name] = value
         return from_table(table, source="Evaluation") if self.other_settings else config
 
+    def differing(self, run: Path) -> dict[str, float | str]:
+        """Return the settings that are not the run's own. Raises PalaError."""
+        own, record = to_table(run_folder.config_of(run)), run_folder.read(run)
+        other: dict[str, float | str] = {
+            name: to for name, to in self.other_settings.items() if own[OTHER_SETTINGS[name]][name] != to
+        }
+        from_python = run_folder.from_python(record["segments"][-1]).environment
+        if self.env_id and (from_python or self.env_id != own["env"]["id"]):
+            other["env_id"] = self.env_id
+        return other
+
+    def code_of(self, run: Path) -> UserCode:
+        """Load the code that the run brings along; another environment is played without the run's `make_env`. Raises
+        PalaError."""
+        code = user_code.load_trusted(run, run_folder.config_of(run), self.trust_run)
+        return code._replace(make_env=None) if self.env_id else code
+
+    def policy_of(self, run: Path, config: Config, envs: Envs, make_network: MakeNetwork | None) -> Policy:
+        """Load the policy that plays these environments. Raises PalaError, also if they do not fit it."""
+        try:
+            return load_policy(run, config, envs, make_network, self.best)
+        except AnotherNetworkError:
+            if not self.env_id:
+                raise
+            raise PalaError(
+                f"The policy of run '{run}' cannot play '{self.env_id}': it was trained with other observations or "
+                f"actions than {envs.observation_space} and {envs.action_space}."
+            ) from None
+
 
 def check_numbers(**values: tuple[int, int]) -> None:
     """Raise PalaError for a named (value, least value) that is too small."""
@@ -92,15 +128,14 @@ def evaluate(run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s:
     Equal arguments give equal returns, unless the environment has chance of its own. Raises PalaError, also when the
     episodes are not over after `timeout_s`. Writes nothing; see `record.save`.
     """
-    config, own = acting.config_of(run), to_table(run_folder.config_of(run))
-    other = {name: to for name, to in acting.other_settings.items() if own[OTHER_SETTINGS[name]][name] != to}
+    config, other = acting.config_of(run), acting.differing(run)
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
     run = run.absolute()  # an environment may change the working directory
-    make_env, make_network = user_code.load_trusted(run, config, acting.trust_run)
+    make_env, make_network = acting.code_of(run)
     games, limit = whole_games(config.env, min(num_envs, episodes)), longest_game(config)
     with make_envs(games, acting.threads, make_env, limit) as envs:
         torch.set_num_threads(acting.threads)  # not before: an environment's module may have set it otherwise
-        policy = load_policy(run, config, envs, make_network, acting.best)
+        policy = acting.policy_of(run, config, envs, make_network)
         policy.seed(int(derive(acting.seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
         seeds = derive(acting.seed, 0, "evaluation environments", envs.num_envs)
@@ -210,6 +245,15 @@ def play_episodes(
                 "`python -m pala.evaluate` takes as long as it needs."
             )
         if now > next_line:
-            log(f"Evaluation: {len(played)} of {episodes} episodes.")
+            log(_progress(envs.name, played, episodes))
             next_line += _PROGRESS_S
     return played, steps
+
+
+def _progress(name: str, played: list[Episode], episodes: int) -> str:
+    """Return how far a long evaluation has come, in words."""
+    so_far = f"{name}: {len(played):,} of {episodes:,} episodes"
+    if not played:
+        return f"Evaluation of {so_far}."
+    mean = statistics.fmean(episode.episode_return for episode in played)
+    return f"Evaluation of {so_far}, mean return so far {short_number(mean)}."

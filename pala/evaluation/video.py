@@ -21,9 +21,8 @@ import torch
 
 from pala.config import Config, EnvConfig
 from pala.envs.vector import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
-from pala.evaluation.policy import Actor, load_policy
+from pala.evaluation.policy import Actor
 from pala.evaluation.scoring import Acting, check_numbers, longest_game, whole_games
-from pala.run import user_code
 from pala.system.errors import PalaError, reason
 from pala.system.seeding import derive
 from pala.system.text import short_number
@@ -72,11 +71,11 @@ def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
     config = acting.config_of(run)
     run = run.absolute()  # an environment may change the working directory
     seeds = derive(acting.seed, 0, "video environment")
-    make_env, make_network = user_code.load_trusted(run, config, acting.trust_run)
+    make_env, make_network = acting.code_of(run)
     envs, screen, frames_per_s = _stage(config, make_env, seeds, acting.threads)
     try:
         torch.set_num_threads(acting.threads)  # not before: an environment's module may have set it otherwise
-        policy = load_policy(run, config, envs, make_network, acting.best)
+        policy = acting.policy_of(run, config, envs, make_network)
         policy.seed(int(derive(acting.seed, 0, "video actions")[0]))
         ended: list[Episode] = []
         pictures = _film(envs, policy.actor, acting.greedy, screen, seeds, ended, episodes)

@@ -71,11 +71,12 @@ def epsilon_greedy(values_BA: Tensor, epsilon: float, generator: torch.Generator
 
 
 def epsilon_at(global_steps: int, config: GorilaConfig) -> float:
-    """Return epsilon: the first one until learning begins, then falling linearly with the steps of all ranks."""
+    """Return epsilon: 1 until learning begins, then falling linearly with the steps of all ranks [DQN]."""
     progress = (global_steps - config.min_replay_steps) / config.epsilon_decay_steps
-    return config.epsilon_first + (config.epsilon_last - config.epsilon_first) * min(max(progress, 0.0), 1.0)
+    return 1 + (config.epsilon_last - 1) * min(max(progress, 0.0), 1.0)
 
 
+_FILTER_HORIZON = 1000  # losses that the filter remembers
 _LEAST_DEVIATION = 1e-6  # after losses that do not vary at all, nothing else would ever be accepted
 
 
@@ -142,7 +143,7 @@ class DQN:
         self.target_tape, self.target = target_tape, target
         self.squares = torch.zeros_like(flat.data)  # of the gradients: the optimiser's state
         self.version = 0  # gradients that are in the parameters
-        self.filter = LossFilter(config.loss_filter_deviations, config.loss_filter_horizon_updates)
+        self.filter = LossFilter(config.loss_filter_deviations, _FILTER_HORIZON)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from pala.run.checkpoint import OF_ANOTHER_ALGORITHM, RankState
 from pala.system.errors import PalaError
 from pala.system.files import is_number
 
+_ADAGRAD_EPSILON = 1e-5  # ours
 _CONTENTS = (
     {"parameters", "squares", "target"},  # a shard's slices; the optimiser's squares; the target network
     set[str](),  # of a rank that serves no shard
@@ -113,7 +114,7 @@ class Shard:
     def _step(self, gradient: Tensor) -> None:
         config = self._config
         if config.optimiser == "adagrad":
-            adagrad_(self.parameters, gradient, self.squares, config.adagrad_learning_rate, config.adagrad_epsilon)
+            adagrad_(self.parameters, gradient, self.squares, config.adagrad_learning_rate, _ADAGRAD_EPSILON)
         else:
             rmsprop_(
                 self.parameters,

@@ -100,6 +100,6 @@ def _check(mine: dict[str, Any], first: dict[str, Any], spares: int, comm: Commu
     if spares > 0 and not comm.outlives_ranks:
         raise PalaError(
             f"'run.spares' is {spares}, but this job ends with the first rank that dies: spares need Open MPI 5 "
-            "and `mpirun --with-ft ulfm`, as `./launch/train.sh` and `launch/supervise.py` start it; "
+            "and `mpirun --with-ft ulfm`, as `./launch/train.sh` and `pala train -n` start it; "
             "`--run.spares 0` does without."
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+WINDOW = 100  # episodes of a running mean
 _POINTS = 500  # of a line
 
 
@@ -40,10 +41,11 @@ def curve_of(x: np.ndarray, values: np.ndarray, window: int, least: int = 1) -> 
     return Curve(x[at], running_mean(values, window)[at], low, high)
 
 
-def learning_curve(x: np.ndarray, returns: np.ndarray, window: int) -> Curve:
-    """Return a curve as it is drawn. It begins with a mean of `window` episodes; in a run of few, of a tenth of them
-    all. Of the first episodes to end, most are those that went badly, so a mean of fewer begins with a jump."""
-    return curve_of(x, returns, window, least=max(1, min(window, len(x) // 10)))
+def learning_curve(x: np.ndarray, returns: np.ndarray) -> Curve:
+    """Return a curve as it is drawn. It begins with a mean of 100 episodes; in a run of few, of a tenth of them all.
+
+    Of the first episodes to end, most are those that went badly, so a mean of fewer begins with a jump."""
+    return curve_of(x, returns, WINDOW, least=max(1, min(WINDOW, len(x) // 10)))
 
 
 def mean_of(curves: Sequence[Curve]) -> Curve:

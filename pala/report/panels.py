@@ -130,14 +130,12 @@ class Line:
     """Runs that have not completed: thin, and no part of the mean."""
 
 
-def draw_lines(panel: Axes, lines: Sequence[Line], axis: Axis, seconds: float, smooth: int) -> list[list[Curve]]:
-    """Draw lines of means of `smooth` episodes, where `seconds` are in a unit of the time axis; return the curves that
-    each mean is of."""
+def draw_lines(panel: Axes, lines: Sequence[Line], axis: Axis, seconds: float) -> list[list[Curve]]:
+    """Draw lines of running means, where `seconds` are in a unit of the time axis; return the curves of each mean."""
     groups = []
     for line in lines:
         curves, cut = (
-            [learning_curve(run.over(axis, seconds), run.returns, smooth) for run in runs]
-            for runs in (line.runs, line.cut)
+            [learning_curve(run.over(axis, seconds), run.returns) for run in runs] for runs in (line.runs, line.cut)
         )
         label = "" if curves else line.label
         for curve in cut:
@@ -154,11 +152,10 @@ def draw_learning_curves(
     lines: Sequence[Line],
     axis: Axis,
     seconds: float,
-    smooth: int,
     reference: tuple[float, float] | None,
 ) -> None:
     """Draw the lines, what final policies scored, and what random play and a human reach."""
-    explain_ends(panel, draw_lines(panel, lines, axis, seconds, smooth))
+    explain_ends(panel, draw_lines(panel, lines, axis, seconds))
     draw_evaluations(panel, [mark_of([*line.runs, *line.cut], axis, seconds, line.look) for line in lines])
     draw_references(panel, reference)
 

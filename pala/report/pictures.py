@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pala.report.curves import Curve, mean_of
+from pala.report.curves import WINDOW, Curve, mean_of
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 
@@ -75,12 +75,12 @@ def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, 
     axes.plot(line.x, line.y, label=verbatim(label), markevery=(first, 0.3), markersize=5, **look)
 
 
-def tidy_learning_curve(panel: Axes, x_label: str, smooth: int) -> None:
-    """Label a panel of learning curves that are means of `smooth` episodes."""
+def tidy_learning_curve(panel: Axes, x_label: str) -> None:
+    """Label a panel of learning curves."""
     from matplotlib.ticker import EngFormatter
 
     tidy(panel)
-    panel.set_ylabel(f"episode return\n(unclipped, mean of {smooth} episodes)")
+    panel.set_ylabel(f"episode return\n(unclipped, mean of {WINDOW} episodes)")
     panel.set_xlabel(x_label)
     if "steps" in x_label:
         panel.xaxis.set_major_formatter(EngFormatter(sep=" "))

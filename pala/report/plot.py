@@ -8,8 +8,8 @@ Two panels: the unclipped return of whole episodes, as a running mean over all r
 training time. One run also shows its quartiles and, if it gossips, how far its ranks are apart. Of several runs,
 those that differ in nothing but the seed are drawn as one line, their mean, with a band from the lowest to the
 highest of them. A hollow mark beside a line's end is the evaluation of the final policy. Atari games have lines for
-what random play and a human reach (dqn_zoo's table). A curve begins once its mean is over as many episodes as it is to
-be (`--smooth`), or, in a run of few, over a tenth of them.
+what random play and a human reach (dqn_zoo's table). A curve begins once its mean is over 100 episodes, or, in a run
+of few, over a tenth of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,22 +89,15 @@ class Run(RunData):
         return str(self.facts["env.id"])
 
 
-def plot(
-    runs: Sequence[Path], output: Path | None = None, smooth: int = 100, group_by: GroupBy = "preset", title: str = ""
-) -> Path:
+def plot(runs: Sequence[Path], output: Path | None = None, group_by: GroupBy = "preset") -> Path:
     """Draw one or several runs; returns the picture's path. Raises PalaError.
 
-    `smooth`: episodes in the running mean. `group_by`: `preset` makes one line of the runs that differ only in the
-    seed, `none` draws every run.
+    `group_by`: `preset` makes one line of the runs that differ only in the seed, `none` draws every run.
     """
     if not runs:
         raise PalaError("Name the folder of at least one run to draw.")
-    if smooth < 1:
-        raise PalaError(f"'smooth' is {smooth} but must be at least 1 episode.")
     loaded = _read_all(runs)
-    figure = _draw_one(loaded[0], smooth) if len(loaded) == 1 else _draw_many(_grouped(loaded, group_by), smooth)
-    if title:
-        figure.suptitle(verbatim(textwrap.fill(title, int(9 * figure.get_figwidth()))))
+    figure = _draw_one(loaded[0]) if len(loaded) == 1 else _draw_many(_grouped(loaded, group_by))
     beside = loaded[0].path if len(loaded) == 1 and loaded[0].path in map(Path, runs) else Path()
     output = output or beside / ("learning_curve.png" if len(loaded) == 1 else "learning_curves.png")
     write_picture(figure, output)
@@ -190,11 +182,11 @@ def _size(group: list[Run]) -> str:
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def _draw_one(run: Run, smooth: int) -> Figure:
+def _draw_one(run: Run) -> Figure:
     panels = [["steps", "time"], ["distance", "distance"]] if len(run.distances) else [["steps", "time"]]
-    figure, axes, seconds = _panels(panels, [run], smooth)
+    figure, axes, seconds = _panels(panels, [run])
     for axis in AXES:
-        _draw_banded(axes[axis], learning_curve(run.over(axis, seconds), run.returns, smooth))
+        _draw_banded(axes[axis], learning_curve(run.over(axis, seconds), run.returns))
         draw_evaluations(axes[axis], [mark_of([run], axis, seconds, line_look(0))])
         draw_references(axes[axis], run.reference)
     if len(run.distances):
@@ -214,28 +206,28 @@ def _draw_banded(axes: Axes, curve: Curve) -> None:
     )
 
 
-def _draw_many(groups: dict[str, list[Run]], smooth: int) -> Figure:
+def _draw_many(groups: dict[str, list[Run]]) -> Figure:
     runs = [run for group in groups.values() for run in group]
     games = {run.game for run in runs}
-    figure, axes, seconds = _panels([["steps", "time"]], runs, smooth)
+    figure, axes, seconds = _panels([["steps", "time"]], runs)
     lines = [Line(label, line_look(number), group) for number, (label, group) in enumerate(groups.items())]
     for axis in AXES:
         reference = runs[0].reference if len(games) == 1 else None
-        draw_learning_curves(axes[axis], lines, axis, seconds, smooth, reference)
+        draw_learning_curves(axes[axis], lines, axis, seconds, reference)
     legend(figure, axes["steps"])
     if len(games) == 1:
         figure.suptitle(verbatim(games.pop()))
     return figure
 
 
-def _panels(mosaic: list[list[str]], runs: Sequence[Run], smooth: int) -> tuple[Figure, dict[str, Axes], float]:
+def _panels(mosaic: list[list[str]], runs: Sequence[Run]) -> tuple[Figure, dict[str, Axes], float]:
     """Make an empty figure; return it, its labelled axes, and the seconds in a unit of the time axis."""
     figure = new_figure(11, 4.9 if len(mosaic) == 1 else 6.8)
     axes: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
     skips = {run.frame_skip for run in runs}
     seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
     for name, panel in axes.items():
-        tidy_learning_curve(panel, f"training time ({unit})" if name == "time" else steps_label(skips), smooth)
+        tidy_learning_curve(panel, f"training time ({unit})" if name == "time" else steps_label(skips))
     return figure, axes, seconds
 
 
@@ -250,19 +242,15 @@ class Command:
     """Folders of the runs, or of results with an archive of runs."""
     output: Path | None = None
     """Picture to write; otherwise RUN/learning_curve.png, for several runs ./learning_curves.png."""
-    smooth: int = 100
-    """Episodes in the running mean."""
     group_by: GroupBy = "preset"
     """`preset`: runs that differ only in the seed make one line, their mean, with their range. `none`: a line a run."""
-    title: str = ""
-    """Title of the picture."""
 
 
 @exit_on_mistake()
 def main() -> None:
     """Run `python -m pala.plot`."""
     command = read_command("pala.plot", sys.argv[1:], Command())
-    print_result(str(plot(command.runs, command.output, command.smooth, command.group_by, command.title)))
+    print_result(str(plot(command.runs, command.output, command.group_by)))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def load_rank(
         try:
             state = read_rank(path, parameters, signature)
             _check_owner(path, state, rank, ranks)
-        except _AnotherNetworkError:
+        except AnotherNetworkError:
             raise
         except PalaError as error:
             faults.append(str(error))
@@ -234,15 +234,15 @@ def load_policy(path: Path, wanted: Mapping[str, Tensor] | None = None) -> tuple
     for name in sorted(named.keys() | wanted.keys()) if wanted is not None else ():
         should, found = (list(of[name].shape) if name in of else "missing" for of in (wanted or {}, named))
         if should != found:
-            raise PalaError(
+            raise AnotherNetworkError(
                 f"Policy '{path}' is of another network than its run's settings and environment give: '{name}' "
                 f"should be {should} and is {found}."
             )
     return named, header
 
 
-class _AnotherNetworkError(PalaError):
-    """A sound checkpoint, of another network: an older one would be no better."""
+class AnotherNetworkError(PalaError):
+    """A sound file, of another network: an older checkpoint would be no better."""
 
 
 def read_rank(path: Path, parameters: int | None = None, signature: int | None = None) -> RankState:
@@ -251,7 +251,7 @@ def read_rank(path: Path, parameters: int | None = None, signature: int | None =
     streams = {k.removeprefix(_STREAM): v for k, v in tensors.items() if k.startswith(_STREAM)}
     state = _state_of(path, header, {k: v for k, v in tensors.items() if not k.startswith(_STREAM)}, streams)
     if signature not in (None, state.signature):
-        raise _AnotherNetworkError(
+        raise AnotherNetworkError(
             f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
             "that it was made with, and if the network is your own and draws its buffers from torch, with its seed."
         )

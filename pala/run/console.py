@@ -1,9 +1,10 @@
-"""The console of the rank that leads: a live panel on a terminal, one line every few seconds in a log file. Made from
-metrics files."""
+"""The console of the rank that leads: a live panel on a terminal or in a notebook, else one line every few seconds.
+Made from metrics files."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +88,7 @@ class Figures:
             "learning": f"entropy {_number(view.mean('entropy'), '{:.3f}')}, {value_loss}"
             + f", {skipped:.0f} updates skipped" * (skipped > 0),
             "consensus": f"{_number(view.mean('consensus_distance'), '{:.3f}')} ({_number(relative, '{:.2%}')})",
-            "staleness": f"{staleness} updates at most, {mixes:.0f} mixes",
+            "staleness": f"{counted(staleness, 'update')} at most, {mixes:.0f} mixes",
         }
 
     def _server(self) -> dict[str, str]:
@@ -129,10 +130,15 @@ class Display(Protocol):
 
 
 def make_console(kind: str, title: str) -> Display | None:
-    """Make a display; `auto` takes a panel if the job's output reaches a terminal, else lines."""
+    """Make a display; `auto` takes a panel in a notebook and where the job's output reaches a terminal, else lines."""
     size = terminal_size() if kind in ("auto", "panel") else None
     if kind == "none":
         return None
+    ipython = sys.modules.get("IPython")
+    if kind != "lines" and ipython is not None and hasattr(ipython.get_ipython(), "kernel"):  # else of a terminal
+        from pala.run.panel import CellPanel
+
+        return CellPanel(title)
     is_dumb = os.environ.get("TERM", "xterm").lower() in ("dumb", "unknown")  # on which rich draws nothing
     if kind == "panel" or (kind == "auto" and size is not None and not is_dumb):
         from pala.run.panel import Panel  # only the rank that draws one loads rich

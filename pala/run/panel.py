@@ -1,9 +1,10 @@
-"""The live panel on a terminal. Loads rich."""
+"""The live panel on a terminal, and in a notebook. Loads rich."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,6 +14,14 @@ from rich.table import Table
 
 from pala.system.launcher import terminal_size
 from pala.system.output import divert
+
+
+def boxed(title: str, figures: Mapping[str, str]) -> Box:
+    """Return the panel, to be drawn by rich. `figures`: label -> text, in the order shown."""
+    table = Table.grid(padding=(0, 2))
+    for label, text in figures.items():
+        table.add_row(f"[bold]{label}[/bold]", text)
+    return Box(table, title=escape(title), title_align="left")
 
 
 class Panel:
@@ -30,12 +39,8 @@ class Panel:
         console.show_cursor(True)  # a launcher that ^C ends leaves no time to bring it back
 
     def show(self, figures: dict[str, str]) -> None:
-        table = Table.grid(padding=(0, 2))
-        for label, text in figures.items():
-            table.add_row(f"[bold]{label}[/bold]", text)
-        box = Box(table, title=escape(self._title), title_align="left")
         # Launchers pass on whole lines: an empty last one, which needs no end, keeps the lower border from lagging.
-        self._live.update(Group(box, ""), refresh=True)
+        self._live.update(Group(boxed(self._title, figures), ""), refresh=True)
 
     def note(self, text: str) -> None:
         """Show nothing: the panel tells the time that is left all along."""
@@ -52,3 +57,22 @@ class Panel:
         """Leave the last state on the screen."""
         divert(None)
         self._live.stop()
+
+
+class CellPanel:
+    """A panel in the output of a notebook's cell, which each state replaces."""
+
+    def __init__(self, title: str) -> None:
+        from IPython.display import DisplayHandle  # the notebook has it
+
+        self._title, self._shown = title, DisplayHandle()
+        self._shown.display(boxed(title, {}))
+
+    def show(self, figures: dict[str, str]) -> None:
+        self._shown.update(boxed(self._title, figures))
+
+    def note(self, text: str) -> None:
+        """Show nothing, as in `Panel`."""
+
+    def close(self) -> None:
+        """Leave the last state in the cell."""

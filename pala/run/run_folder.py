@@ -21,10 +21,7 @@ from pala.system.tables import merged
 
 POLICY, BEST_POLICY = "policy.safetensors", "best_policy.safetensors"
 CODE_ENDINGS = ("txt", "pkl")  # of a factory's name, and of a pickled one (`user_code.py`)
-CODE_FILES = (
-    *(f"{what}.{ending}" for what in UserCode._fields for ending in CODE_ENDINGS),
-    "code.signature",  # which earlier versions made
-)
+CODE_FILES = tuple(f"{what}.{ending}" for what in UserCode._fields for ending in CODE_ENDINGS)
 _BEFORE_RECORD = (LOCK, *CODE_FILES)  # what is made before run.json, beside the folders
 _FOLDERS_BEFORE_RECORD = ("metrics", "checkpoints")
 _EARLIER_DEFAULTS: dict[str, Any] = {
@@ -33,7 +30,11 @@ _EARLIER_DEFAULTS: dict[str, Any] = {
     "network": {"precision": "float32"},
 }
 """Settings of runs before version 0.2 whose `run.json` does not name them."""
-_GONE = ("learning_rate_scaling", "learning_rate_most_scaling")
+_GONE: dict[str, dict[str, Any]] = {
+    "a2c": {"learning_rate_scaling": "none", "learning_rate_most_scaling": None},
+    "gorila": {"adagrad_epsilon": 1e-5, "epsilon_first": 1.0, "loss_filter_horizon_updates": 1000},
+}
+"""Settings that are gone, each with the value by which training is as it is today; None: any."""
 
 
 class FromPython(NamedTuple):
@@ -238,9 +239,9 @@ def _as_of_today(config: dict[str, Any]) -> dict[str, Any]:
     """Return a run's settings with those named that its PALA did not have, or had another default of, and without those
     that are gone. One that is gone and did something stays, and is refused as unknown."""
     table = merged(_EARLIER_DEFAULTS, config)
-    a2c = table["a2c"]
-    if isinstance(a2c, dict) and a2c.get("learning_rate_scaling") == "none":
-        table["a2c"] = {key: value for key, value in a2c.items() if not key.startswith(_GONE)}
+    for section, gone in _GONE.items():
+        if isinstance(own := table.get(section), dict):
+            table[section] = {key: value for key, value in own.items() if gone.get(key, ...) not in (None, value)}
     return table
 
 

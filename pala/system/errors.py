@@ -15,6 +15,10 @@ class PalaError(Exception):
     `pala.train` and the other programs print it without a traceback and end with status 2.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook shows of it, in place of a traceback."""
+        return [f"pala: error: {self}"]
+
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""

@@ -16,7 +16,7 @@ SUPERVISED, ANNOUNCEMENT = "PALA_SUPERVISED", "pala-announcement:"
 
 
 def notify_supervisor(stage: str) -> None:
-    """Tell the supervisor (`launch/supervise.py`) how far this rank's start has come; the supervisor does not show it.
+    """Tell the supervisor (`pala train -n`) how far this rank's start has come; the supervisor does not show it.
 
     Where MPI is fault-tolerant, a rank that ends before MPI_Init leaves the others waiting in it for ever."""
     if os.environ.get(SUPERVISED):

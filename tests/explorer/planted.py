@@ -383,6 +383,17 @@ class CountsOnAnyRank(OneWay):
         return actions
 
 
+class CountsOnTheDead(OneWay):
+    """Takes the dead for ranks that stay."""
+
+    def peer_died(self, s: GossipState, peer: int) -> list[Action]:
+        actions = super().peer_died(s, peer)
+        if s.has_left:
+            s.stayers.add(peer)
+            s.budget.living = sorted([*s.budget.living, peer])
+        return actions
+
+
 class KeepsTheCredit(GossipDriver):
     def _perform(self, actions):
         kept = [a for a in actions if not (isinstance(a, SendControl) and a.message.kind is Kind.CREDIT)]

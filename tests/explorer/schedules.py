@@ -35,6 +35,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 _PATIENCE_S = 20.0
 END_S = 1e5
+TOGETHER = 1_000_000
+"""The first number of the schedules in each of which ranks leave, spares join, ranks die, and models are NaN."""
 MakeProtocol = Callable[[Rules], GossipProtocol]
 
 
@@ -44,8 +46,8 @@ class InvariantError(Exception):
 
 def schedule(number: int) -> Scenario:
     """Return the schedule of this number. Every second one is of a paired exchange, two of three of which exchange
-    between steps as well."""
-    scenario = pushed(number // 2)
+    between steps as well. From number `TOGETHER` on, each has four faults at once."""
+    scenario = pushed(number // 2, number >= TOGETHER)
     if number % 2 == 0:
         return scenario
     topology = "random" if TOPOLOGIES[scenario.topology].to_all else scenario.topology
@@ -53,13 +55,14 @@ def schedule(number: int) -> Scenario:
     return dataclasses.replace(scenario, mixing="paired", topology=topology, exchanges_per_update=exchanges)
 
 
-def pushed(number: int) -> Scenario:
-    """Return a schedule of a rule by which models go one way."""
+def pushed(number: int, together: bool = False) -> Scenario:
+    """Return a schedule of a rule by which models go one way. `together`: with all faults of `TOGETHER`."""
     draw = random.Random(number)
-    size = draw.choices(SIZES, _SIZE_WEIGHTS)[0]
+    size = max(4 * together, draw.choices(SIZES, _SIZE_WEIGHTS)[0])
     steps = draw.choice((1, 80))
     slowness = draw.choice(((1.0,), (1.0,), (1.0, 5.0), (1.0, 1.2, 0.8), (10.0,) + (1.0,) * (size - 1)))
     fault = draw.choice(("none", "deaths", "stops", "poison", "deaths and stops", "cut"))
+    fault = "deaths" if together else fault
     # A rank's updates; far more after a fault that others outlive, to see that all come together again.
     updates = 150 if fault in ("cut", "deaths and stops") and size <= 8 else draw.choice((12, 20))
     options: dict[str, Any] = NETWORKS[draw.choice(list(NETWORKS))] | {
@@ -68,12 +71,13 @@ def pushed(number: int) -> Scenario:
         "budget_steps": size * updates * steps + draw.randint(0, steps), "steps_per_update": steps,
         "slowness": (slowness * size)[:size], "seed": draw.randrange(2**32),
     }  # fmt: skip
-    some = draw.sample(range(size), draw.randint(1, size - 1))
+    some = draw.sample(range(size), draw.randint(3 if together else 1, size - 1))
     end_s = updates * options["update_s"][1]  # about
     if "deaths" in fault:
-        together_s = draw.uniform(0, 1.5 * end_s) if draw.random() < 0.5 else None  # as when a host goes
-        times_s = {rank: draw.uniform(0, 1.5 * end_s) for rank in some}
-        options["deaths"] = times_s if together_s is None else dict.fromkeys(some, together_s)
+        latest_s = end_s if together else 1.5 * end_s
+        one_s = draw.uniform(0, latest_s) if draw.random() < 0.5 else None  # as when a host goes
+        times_s = {rank: draw.uniform(0, latest_s) for rank in some}
+        options["deaths"] = times_s if one_s is None else dict.fromkeys(some, one_s)
         options["death_loss"] = draw.choice((0.0, 0.5, 1.0))
     if "stops" in fault:
         update_s = options["update_s"][1] * max(options["slowness"])  # no rank knows its own pace before two updates
@@ -90,13 +94,13 @@ def pushed(number: int) -> Scenario:
         length_s = draw.choice((1.5, 5.0))
         options["poison"] = {rank: (begin, begin + length_s) for rank, begin in begins.items()}
         options["whole_every"] = draw.choice((1, 5, 1000))
-    if options.get("deaths") and size > 2 and draw.random() < 0.5:
+    if options.get("deaths") and size > 2 and (draw.random() < 0.5 or together):
         options["spares"] = draw.randint(1, min(4, size - 2))
         options["deaths"].pop(draw.randrange(size - options["spares"]), None)  # with all models there would be nothing
         options["wake_up_s"] = draw.choice(((0.0, 0.1), (1.0, 5.0)))
-    if fault == "deaths" and draw.random() < 0.5:
+    if fault == "deaths" and (draw.random() < 0.5 or together):
         options["leaves"] = {rank: options["deaths"].pop(rank) for rank in list(options["deaths"])[::2]}
-    if options.get("leaves") and draw.random() < 0.5:
+    if options.get("leaves") and (draw.random() < 0.5 or together):
         options["poison"] = _poison_beside_leaves(draw, options, size - options.get("spares", 0))
     return Scenario(size, **options)
 

@@ -232,9 +232,10 @@ def relabelled(frozen: Frozen, numbers: tuple[int, ...], case: Case) -> Frozen:
     budget.rank = number
     budget.present = sorted(numbers[peer] for peer in budget.present)
     budget.living = sorted(numbers[peer] for peer in budget.living)
-    budget.left, budget.asleep, s.silent, s.stale, s.wants_whole = (
-        {numbers[peer] for peer in peers} for peers in (budget.left, budget.asleep, s.silent, s.stale, s.wants_whole)
-    )
+    budget.left = {numbers[peer] for peer in budget.left}
+    budget.asleep = {numbers[peer] for peer in budget.asleep}
+    for name in ("silent", "stale", "wants_whole", "stayers", "assures"):
+        setattr(s, name, {numbers[peer] for peer in getattr(s, name)})
     s.owed = [numbers[peer] for peer in s.owed]
     s.to_mix = {numbers[peer]: weight for peer, weight in s.to_mix.items()}
     held = sorted((since_s, numbers[peer]) for peer, since_s in s.lock.held_since_s.items())

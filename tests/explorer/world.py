@@ -219,9 +219,8 @@ class World(Tables):
             return
         if any(about[peer].mode is Mode.DEAD for peer in about[r].present):  # what it sent is lost, so it hears of it
             return
-        kept = any(
-            about[peer].finite and not (about[peer].mode is Mode.LEFT and about[peer].may_leave) for peer in others
-        )
+        # A rank that has left, too, keeps its model while it is there: it goes only when this holds for it as well.
+        kept = any(about[peer].finite for peer in others)
         faults = () if kept else ("leave: no rank that stays has a model of use",)
         found.append(Successor(("depart", r), self._die(state, r), faults))
 

@@ -34,8 +34,6 @@ target_return = {Pole = 20}
 Pole = "game.toml"
 [train]
 a2c.learning_rate = 1e-3
-[train_at.2]
-a2c.learning_rate = 2e-3
 [variants.gossip]
 [variants.none]
 exchange.kind = "none"

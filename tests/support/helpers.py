@@ -98,3 +98,8 @@ def wait_for(condition, timeout_s: float = 180, what: str = "the condition", pau
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
         time.sleep(pause_s)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """The bytes of all files in a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -187,3 +187,34 @@ def ranks_in(folder: Path) -> list[int]:
         if "pala.train" in words and "-np" not in words:
             found.append(pid)
     return found
+
+
+def stat_of(pid: int) -> list[str]:
+    """What /proc/PID/stat says from the third number on: state, parent, ...; raises OSError."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
+def processor_seconds(pid: int) -> float:
+    """Processor time that a process has taken."""
+    return sum(map(int, stat_of(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def catches(pid: int, number: int) -> bool:
+    """True when the process has a handler of its own for this signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+
+
+def fake_mpirun(folder: Path, script: str) -> str:
+    """Write a shell script in mpirun's place; returns its path."""
+    path = folder / "mpirun"
+    path.write_text("#!/bin/sh\n" + script)
+    path.chmod(0o755)
+    return str(path)
+
+
+def assert_one_sentence(status: int, output: str, sentence: str, folder: Path) -> None:
+    """A job has ended with a user's mistake, which was told once, and has left nothing."""
+    assert status == 2 and "Traceback" not in output, output
+    assert output.count(sentence) == output.count("pala: error") == 1, output
+    assert not list(folder.glob("runs/*"))

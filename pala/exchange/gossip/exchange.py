@@ -19,6 +19,7 @@ from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.state import Rules
+from pala.exchange.groups import named
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
 from pala.system.interrupt import LEAVE, Interrupt
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
 _ASK_AGAIN_S = 2.0  # a message may have been damaged
+_SAY_AT_ASK = 4  # in vain; ranks that train as fast as this one have made as many updates by then
 _LARGE_BYTES = 2**22  # of a message: it takes a millisecond or more to receive and check
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
 
@@ -71,6 +73,7 @@ class GossipExchange(ModelExchange):
         self._is_closed = False  # by `average`
         self._stays = False  # it was told to leave, and has told others, but is there at the end
         self._asks_again_s = 0.0  # who stays, when it was told to leave
+        self._num_asks = 0
         self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
         self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
         codec = make_codec(settings, parameters, num_exact)
@@ -173,6 +176,14 @@ class GossipExchange(ModelExchange):
         if time.monotonic() > self._asks_again_s:
             self._asks_again_s = time.monotonic() + _ASK_AGAIN_S
             self.driver.wish_to_leave()
+            self._num_asks += 1
+            others = [rank for rank in self.living if rank != self._comm.rank]
+            if self._num_asks == _SAY_AT_ASK and others:
+                log(
+                    f"[rank {self._comm.rank}] was told to leave ({LEAVE.name}) and waits for {named(others)}: it "
+                    "trains until one of the others has reported a usable model, as ranks do after an update. Look "
+                    "whether they still train. SIGUSR1 ends the whole job, with a checkpoint."
+                )
         return False
 
     def after_update(self, steps: int, healthy: bool) -> bool:

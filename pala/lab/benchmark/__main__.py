@@ -150,7 +150,6 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
         "exit_status": 0,
         "config": to_table(command.config),
         "protocol_us": {},
-        "protocol_in_jobs_of_8_us": {},
         "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
         "options": {option: getattr(command, option) for option in options},
     }
@@ -181,8 +180,6 @@ def _measure_all(command: Command, output: Path, result: dict[str, Any]) -> None
             job["rounds"] = job["rounds"] + _measure(command, job["ranks"], output)["rounds"]
     for ranks in () if command.config.exchange_kind.of_algorithm else _PROTOCOL_RANKS:
         result["protocol_us"][str(ranks)] = round(protocol_cost_us(ranks), 2)
-        if ranks % 8 == 0:
-            result["protocol_in_jobs_of_8_us"][str(ranks)] = round(protocol_cost_us(8, ranks // 8), 2)
 
 
 def _failure(stop: PalaError | KeyboardInterrupt | SystemExit) -> tuple[list[str], int]:

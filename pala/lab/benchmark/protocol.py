@@ -22,24 +22,24 @@ from pala.exchange.wire import NOTHING, Message, Wire
 _BLOCK = 200  # messages that are timed together, at least
 
 
-def protocol_cost_us(num_ranks: int, num_jobs: int = 1, *, messages: int = 2000) -> float:
+def protocol_cost_us(num_ranks: int, *, messages: int = 2000) -> float:
     """Return the CPU time of the protocol's code, in microseconds a model sent; the median over blocks of `messages`.
 
     Counted, on both sides together: counting the update, choosing the peer and asking the process lock, writing
     header and counters; reading and checking them, merging the counters, the decision to mix; and the same for the
     credit that goes back; all by the driver that training runs. Not counted: the model's own bytes (snapshot, check for
-    NaN, sum, mix), and MPI. The ranks of `num_jobs` jobs of `num_ranks` (at least two) make their updates in turn, on
-    the random topology, all in this process. So with many ranks their objects no longer lie in the caches; a rank in
-    training has its own there, but an update between two messages. Many jobs of few ranks show how much that is.
+    NaN, sum, mix), and MPI. The ranks, at least two, make their updates in turn, on the random topology, all in this
+    process. So with many ranks their objects no longer lie in the caches; a rank in training has its own there, but an
+    update between two messages.
     """
-    jobs = [_Job(num_ranks) for _ in range(num_jobs)]
-    rounds_a_block = -(-_BLOCK // (num_ranks * num_jobs))
-    _play(jobs, rounds_a_block)  # warm
+    job = _Job(num_ranks)
+    rounds_a_block = -(-_BLOCK // num_ranks)
+    job.play(rounds_a_block)  # warm
     costs_us = []
-    for _ in range(max(3, messages // (rounds_a_block * num_ranks * num_jobs))):
-        before, begin = _num_sent(jobs), time.process_time_ns()
-        _play(jobs, rounds_a_block)
-        costs_us.append((time.process_time_ns() - begin) / 1e3 / (_num_sent(jobs) - before))
+    for _ in range(max(3, messages // (rounds_a_block * num_ranks))):
+        before, begin = job.num_sent(), time.process_time_ns()
+        job.play(rounds_a_block)
+        costs_us.append((time.process_time_ns() - begin) / 1e3 / (job.num_sent() - before))
     return statistics.median(costs_us)
 
 
@@ -50,13 +50,19 @@ class _Job:
         self._post: deque[tuple[int, Received]] = deque()
         self.ranks = [_driver(rank, num_ranks, self._post) for rank in range(num_ranks)]
 
-    def update(self, rank: int) -> None:
-        """Make one update of this rank, and all that follows."""
-        self.ranks[rank].finish_update(80, healthy=True)
-        self.ranks[rank].advance()
-        while self._post:
-            receiver, received = self._post.popleft()
-            self.ranks[receiver].on_message(received)
+    def play(self, rounds: int) -> None:
+        """Make `rounds` updates of every rank, in turn, and all that follows."""
+        for _ in range(rounds):
+            for rank in self.ranks:
+                rank.finish_update(80, healthy=True)
+                rank.advance()
+                while self._post:
+                    receiver, received = self._post.popleft()
+                    self.ranks[receiver].on_message(received)
+
+    def num_sent(self) -> int:
+        """Return how many models all ranks have sent."""
+        return sum(rank.counts["models_sent"] for rank in self.ranks)
 
 
 def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> GossipDriver:
@@ -66,18 +72,6 @@ def _driver(rank: int, num_ranks: int, post: deque[tuple[int, Received]]) -> Gos
     driver = GossipDriver(protocol, state, _Post(rank, post), _EmptyModels(wire))
     driver.start()
     return driver
-
-
-def _play(jobs: list[_Job], rounds: int) -> None:
-    """Make `rounds` updates on every rank of every job, in turn."""
-    for _ in range(rounds):
-        for rank in range(len(jobs[0].ranks)):
-            for job in jobs:
-                job.update(rank)
-
-
-def _num_sent(jobs: list[_Job]) -> int:
-    return sum(rank.counts["models_sent"] for job in jobs for rank in job.ranks)
 
 
 class _Post(Transport):

@@ -16,8 +16,7 @@ _TRAINING = "Steps of all ranks a second, and their ratios within a round."
 _SPLIT = """Microseconds a step of a rank; processor time of the process and of the exchange's threads in wall time."""
 _EXCHANGE = "Median over rounds and ranks; of the updates without mix, the most."
 _PROTOCOL = """Microseconds of processor time a model, on both sides together and with the credit that goes back, \
-without the model's own bytes. All ranks are in one process: what more of them cost in jobs of 8 as well is the \
-caches', not the protocol's."""
+without the model's own bytes. All ranks are in one process and share its caches, which is a part of what more cost."""
 _RANKS = "Of the benchmark's processes, which hold a network for each precision."
 
 
@@ -158,11 +157,10 @@ def _exchange_table(jobs: list[Job]) -> str:
 
 
 def _protocol_table(benchmark: dict[str, Any]) -> str:
-    """Return a row for each way to count; nothing where there is no protocol, as in Gorila."""
-    one, eight = benchmark["protocol_us"], benchmark.get("protocol_in_jobs_of_8_us", {})
-    rows = [("a model", one), ("a model, in jobs of 8", eight)]
+    """Return the cost of a model over numbers of ranks; nothing where there is no protocol, as in Gorila."""
+    costs: dict[str, float] = benchmark["protocol_us"]
 
-    def cost(ranks: str) -> Column[tuple[str, dict[str, float]]]:
-        return Column(ranks, lambda row: row[1].get(ranks), ".1f")
+    def cost(ranks: str) -> Column[dict[str, float]]:
+        return Column(ranks, lambda row: row[ranks], ".1f")
 
-    return table([Column("ranks", lambda row: row[0]), *map(cost, one)], [row for row in rows if row[1]])
+    return table([Column("ranks", lambda row: "a model"), *map(cost, costs)], [costs] if costs else [])

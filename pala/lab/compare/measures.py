@@ -18,11 +18,10 @@ from pala.config import Config
 from pala.config.influence import differences
 from pala.evaluation.references import human_normalised
 from pala.lab.compare.plan import Cell, Preset
-from pala.report.curves import curve_of, running_mean
+from pala.report.curves import WINDOW, curve_of, running_mean
 from pala.report.runs import RunData
 from pala.run.metrics import Record, is_later, progress_kept
 
-WINDOW = 100  # episodes of a running mean
 _RESAMPLES = 2000
 _GRID = 500
 _LOOKS = {

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pala.lab.compare.measures import WINDOW, Comparison, Run, bootstrap_interval, efficiencies, interquartile_mean
+from pala.lab.compare.measures import Comparison, Run, bootstrap_interval, efficiencies, interquartile_mean
 from pala.lab.compare.plan import Cell
-from pala.report.curves import Curve, curve_of, mean_of
+from pala.report.curves import WINDOW, Curve, curve_of, mean_of
 from pala.report.panels import Line, draw_learning_curves, draw_lines, draw_references, shade_beyond_cores, tidy_ranks
 from pala.report.pictures import (
     LINE_STYLES,
@@ -78,8 +78,8 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
         lines = _lines(comparison, cells)
         axes: dict[Axis, str] = {"steps": steps_label(skips), "time": f"training time ({unit})"}
         for (axis, label), panel in zip(axes.items(), panels, strict=False):
-            tidy_learning_curve(panel, label, WINDOW)
-            draw_learning_curves(panel, lines, axis, seconds, WINDOW, runs[0].reference)
+            tidy_learning_curve(panel, label)
+            draw_learning_curves(panel, lines, axis, seconds, runs[0].reference)
         panels[0].set_title(f"{title} ({comparison.preset.name})", loc="left")
         legend(part, panels[0])
     return figure
@@ -260,14 +260,14 @@ def _draw_curves(
 ) -> None:
     """Draw curves, where `seconds` are in the unit of time. That axis is logarithmic: twice the speed moves a curve by
     the same length."""
-    tidy_learning_curve(over_steps, steps_label({run.frame_skip for of in groups.values() for run in of}), WINDOW)
-    tidy_learning_curve(over_time, "", WINDOW)
+    tidy_learning_curve(over_steps, steps_label({run.frame_skip for of in groups.values() for run in of}))
+    tidy_learning_curve(over_time, "")
     lines = [
         Line(counted(ranks, "rank") + (f", {len(of)} runs" if len(of) > 1 else ""), looks[ranks], of)
         for ranks, of in groups.items()
     ]
-    draw_lines(over_steps, lines, "steps", seconds, WINDOW)
-    draw_lines(over_time, lines, "time", seconds, WINDOW)
+    draw_lines(over_steps, lines, "steps", seconds)
+    draw_lines(over_time, lines, "time", seconds)
     over_time.set_xscale("log")
     _label_plainly(over_time.xaxis, "{x:g}")
 

@@ -1,7 +1,7 @@
 """The plan of a comparison: a preset of variants x games x rank counts x seeds, and the runs that it asks for.
 
 A preset is a TOML file (docs/compare.md). The settings of a run come in layers, the later over the earlier: the game's
-preset of pala.train, `[train]`, `[train_at.N]` for N ranks, the variant.
+preset of pala.train, `[train]`, the variant.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ class Preset:
     """Name of a game -> mean return of 100 episodes whose time is asked for."""
     train: dict[str, Any] = field(default_factory=dict)
     """Settings of every run, as in a preset of pala.train."""
-    train_at: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Number of ranks -> settings of runs with that number, such as a learning rate."""
     slurm: SlurmJobs = SlurmJobs()
     """Jobs on a cluster."""
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -167,8 +165,6 @@ class Plan:
                     raise PalaError(
                         f"{self.source}: 'variants.{variant}.games' has '{game}', no game{nearest(game, preset.games)}."
                     )
-        if not all(re.fullmatch("[1-9][0-9]*", ranks) for ranks in preset.train_at):
-            raise PalaError(f"{self.source}: 'train_at' needs numbers of ranks, as in [train_at.4].")
         if min(self._rank_counts(), default=1) < 1:
             raise PalaError(f"{self.source}: 'ranks' has a number below 1.")
         for option in preset.slurm.options:
@@ -218,12 +214,11 @@ class Plan:
         )
 
     def config_of(self, cell: Cell) -> Config:
-        """Return the settings of a variant on a game with this number of ranks, without the seed. Raises PalaError."""
+        """Return the settings of a variant on a game, without the seed. Raises PalaError."""
         variant = self.preset.variants[cell.variant]
         config = self._games[cell.game]
         for where, table in (
             ("train", self.preset.train),
-            (f"train_at.{cell.ranks}", self.preset.train_at.get(str(cell.ranks), {})),
             (f"variants.{cell.variant}", {k: v for k, v in variant.items() if k not in _VARIANTS_OWN}),
         ):
             if given := [key for key in flatten(table) if key in _GIVEN]:

@@ -13,7 +13,6 @@ import numpy as np
 
 from pala.lab.compare import pictures
 from pala.lab.compare.measures import (
-    WINDOW,
     Comparison,
     Run,
     bootstrap_interval,
@@ -23,6 +22,7 @@ from pala.lab.compare.measures import (
 )
 from pala.lab.compare.notes import FACTS, ORIGIN, left_out, not_begun, notes
 from pala.lab.compare.plan import Cell, Plan
+from pala.report.curves import WINDOW
 from pala.report.page import Column, Form, Page, table, write_texts
 from pala.system.text import Spread, counted, csv_text, short_number
 

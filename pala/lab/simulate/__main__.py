@@ -32,7 +32,6 @@ _PROGRAMS: dict[str, Callable[[list[str]], None]] = {
     "progress": progress.run,
 }
 """Programs by name; each takes the rest of the command line. Raises PalaError."""
-_BESIDE_THE_TESTS = ("check", "explore")
 
 
 @exit_on_mistake(OSError)
@@ -42,10 +41,6 @@ def main() -> None:
     if name in ("", "-h", "--help"):
         print(__doc__)
         return
-    if name in _BESIDE_THE_TESTS:
-        raise PalaError(
-            f"'{name}' is for developers and stands beside the tests: `python tests/explorer {name}`, in a clone."
-        )
     if name not in _PROGRAMS:
         raise PalaError(
             f"'{name}' is none of: {', '.join(_PROGRAMS)}{nearest(name, _PROGRAMS) or '.'} "

@@ -130,7 +130,7 @@ def _check_alike(benchmark: dict[str, Any], path: Path) -> None:
     if slowdown > 1:
         raise PalaError(
             f"'{path}' was measured with '--slowdown {slowdown:g}', one rank slower than the others, but costs "
-            "need ranks that are alike. Measure without it; `--straggler` simulates a slow rank."
+            "need ranks that are alike. Measure without it; one slow rank is simulated in any case."
         )
 
 

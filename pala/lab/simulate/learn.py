@@ -2,7 +2,7 @@
 
     gossip beside synchronous A2C       python -m pala.simulate learn --ranks 16
     over a slow network                 ... --delay-updates 3
-    with one rank four times slower     ... --slow-ranks 1 --slowness 4
+    with one rank four times slower     ... --slow-ranks 1
 
 The learners are real: environments, network, A2C and RMSprop of training. The gossip between them is training's
 protocol on a virtual clock, whose unit is one update of a rank. So it tells what a step teaches, at any number of ranks
@@ -35,7 +35,7 @@ from pala.config.checks import check
 from pala.envs.vector import Envs, make_envs
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState, Stop
-from pala.lab.simulate.scenario import Scenario, timed_in_updates
+from pala.lab.simulate.scenario import Scenario, check_simulated, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.networks.distributions import Categorical
 from pala.report.page import Column, table
@@ -54,6 +54,7 @@ class NotFiniteError(PalaError):
 METHODS = (*RULES, "allreduce", "none")
 _PROGRAM = "pala.simulate learn"
 _LOOKS = 50  # at the distance between ranks, over a training
+_SLOWNESS = 4.0  # factor by which slow ranks are slower
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,7 @@ class Conditions:
     delay_updates: float = 0.05
     """Time that a model is under way."""
     slow_ranks: int = 0
-    """Number of ranks that are slower than the others."""
-    slowness: float = 4.0
-    """Factor by which they are slower."""
-    deaths: int = 0
-    """Number of ranks that die, at times drawn from the seed. Gossip only."""
+    """Number of ranks that are four times slower than the others."""
 
 
 @dataclass(frozen=True)
@@ -263,10 +260,8 @@ def learn(
 def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
     """Return the simulated network and ranks of a training by gossip."""
     n = conditions.ranks
-    draw = random.Random(config.seed)
     delay = conditions.delay_updates
     exchange = config.exchange
-    rounds = config.total_steps / (n * config.steps_per_update)
     made = Scenario(
         n,
         exchange.graph,
@@ -276,9 +271,7 @@ def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
         config.steps_per_update,
         config.seed,
         slowness=_slowness(conditions),
-        deaths={rank: draw.uniform(0.1, 0.9) * rounds for rank in draw.sample(range(n), conditions.deaths)},
         patience_s=100.0 + 20 * delay,
-        death_notice_s=(0.0, delay),
         exchanges_per_update=exchange.exchanges_per_update if RULES[method].by_pairs else 1,
         rollout_steps=config.a2c.rollout_steps,
     )
@@ -290,7 +283,6 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     updates = [0] * n
 
     def update(number: int, model: np.ndarray) -> None:
-        learners.ranks[number].exchange.living = cluster.ranks[number].state.living
         learners.update(number, torch.from_numpy(model), cluster.global_steps)
         updates[number] += 1
         learners.note(number, cluster.global_steps + config.steps_per_update, cluster.now)
@@ -342,7 +334,7 @@ def _learn_in_rounds(learners: Learners, conditions: Conditions, averaged: bool)
 
 def _slowness(conditions: Conditions) -> tuple[float, ...]:
     fast = conditions.ranks - conditions.slow_ranks
-    return (conditions.slowness,) * conditions.slow_ranks + (1.0,) * fast if conditions.slow_ranks else ()
+    return (_SLOWNESS,) * conditions.slow_ranks + (1.0,) * fast if conditions.slow_ranks else ()
 
 
 def parse(arguments: list[str]) -> Command:
@@ -362,24 +354,14 @@ def parse(arguments: list[str]) -> Command:
     check_choices("methods", command.methods, METHODS)
     check_least("ranks", conditions.ranks, 1)
     check_least("slow-ranks", conditions.slow_ranks, 0)
-    check_least("slowness", conditions.slowness, 1)
-    if conditions.slowness != Conditions.slowness and not conditions.slow_ranks:
-        raise PalaError("'--slowness' is of slow ranks, of which there are none: give '--slow-ranks', too.")
     check_least("delay-updates", conditions.delay_updates, 0)
-    check_least("deaths", conditions.deaths, 0)
-    for option, value in (("slow-ranks", conditions.slow_ranks), ("deaths", conditions.deaths)):
-        if value >= conditions.ranks:
-            raise PalaError(f"'--{option}' is {value} but must be less than '--ranks', which is {conditions.ranks}.")
-    if conditions.deaths and (others := {"allreduce", "none"}.intersection(command.methods)):
-        raise PalaError(f"'--deaths' is for gossip, not for '{min(others)}' of '--methods': there ranks do not die.")
+    if conditions.slow_ranks >= conditions.ranks:
+        raise PalaError(
+            f"'--slow-ranks' is {conditions.slow_ranks} but must be less than '--ranks', which is {conditions.ranks}."
+        )
     if min(command.seeds, default=0) < 0:
         raise PalaError("'--seeds' must be numbers of at least 0.")
-    if exchange.compression != "none":
-        raise PalaError(f"'exchange.compression' is '{exchange.compression}', but simulated models travel as they are.")
-    if exchange.has_groups:
-        raise PalaError(f"'exchange.group' is {exchange.group!r}, but here each rank has a model; leave it out.")
-    if command.config.algorithm != "a2c":
-        raise PalaError(f"'--algorithm' is '{command.config.algorithm}', but A2C only is simulated.")
+    check_simulated(dataclasses.replace(command.config, exchange=exchange))
     if pairwise and TOPOLOGIES[exchange.graph].to_all:
         raise PalaError(
             f"'--methods' has '{pairwise[0]}', where a rank has one open offer: not with the complete topology."

@@ -91,6 +91,5 @@ METHODS = {
         partial(_gossip, "exponential"), "gossip, exponential", COLOURS[5], "s", 7, is_hollow=True, is_compressed=True
     ),
     "ring": Method(partial(_gossip, "ring"), "gossip, ring", COLOURS[2], "^", 9, is_hollow=True, is_compressed=True),
-    "complete": Method(partial(_gossip, "complete"), "gossip, complete", COLOURS[3], "D", 5, is_compressed=True),
     "allreduce": Method(predict_allreduce, "all-reduce (synchronous A2C)", COLOURS[1], "v", 5),
 }

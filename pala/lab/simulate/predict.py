@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pala.config.catalogue import RULES, TOPOLOGIES
+from pala.config.catalogue import TOPOLOGIES
 from pala.lab.benchmark.analysis import precision_of
 from pala.lab.simulate.costs import Costs, costs_of, read_benchmark
 from pala.lab.simulate.gossip import Cluster
@@ -29,7 +29,7 @@ from pala.system.output import print_result
 
 _PROGRAM = "pala.simulate predict"
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
-_MOST_COMPLETE = 64  # n (n-1) models a round, each with n counters
+_STRAGGLER = 4.0  # the factor by which the slow rank is slower
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Command:
     ranks: tuple[int, ...] = (2, 4, 8, 16, 64, 256, 1024, 4096, 10_000)
     """Numbers of ranks."""
     methods: tuple[str, ...] = tuple(METHODS)
-    """Gossip by topology (random, exponential, ring, complete), allreduce (synchronous A2C)."""
+    """Gossip by topology (random, exponential, ring), allreduce (synchronous A2C)."""
     ranks_per_host: int = 16
     """Ranks on one host, each with cores of its own."""
     group: int = 1
@@ -50,8 +50,6 @@ class Command:
     """Latency between two hosts."""
     bandwidth_gbit: float = 10.0
     """Bandwidth of a host's link, in each direction."""
-    straggler: float = 4.0
-    """Factor by which the slow rank is slower."""
     seed: int = 1
     """Seed of everything that is drawn."""
     output: Path | None = None
@@ -73,7 +71,6 @@ def parse(arguments: list[str]) -> Command:
             f"'--group' is {command.group}, but '--ranks-per-host' is {command.ranks_per_host}: only groups of equal "
             "size are predicted."
         )
-    check_least("straggler", command.straggler, 1)
     check_least("latency-us", command.latency_us, 0)
     check_least("seed", command.seed, 0)
     if not 0 < command.bandwidth_gbit < math.inf:
@@ -112,7 +109,7 @@ def predict(command: Command, benchmark: dict[str, Any], costs: Costs, output: P
 def predictions(command: Command, costs: Costs) -> list[dict[str, Any]]:
     """Return a row for each method, straggler and number of ranks: figures, or the reason why there are none."""
     rows = []
-    for straggler in dict.fromkeys((1.0, command.straggler)):
+    for straggler in (1.0, _STRAGGLER):
         for method in dict.fromkeys(command.methods):
             for ranks in sorted(set(command.ranks)):
                 rows.append(_row(command, costs, method, ranks, straggler))  # noqa: PERF401  it takes minutes, and prints
@@ -152,16 +149,9 @@ def _check_that_something_is_left(command: Command, costs: Costs | None = None) 
 
 def _reason_against(command: Command, method: str, ranks: int, costs: Costs | None) -> str:
     """Return why a method is not simulated with this number of ranks and these costs, or nothing."""
-    sends_to_all = method in TOPOLOGIES and TOPOLOGIES[method].to_all
-    if sends_to_all and ranks > _MOST_COMPLETE:
-        return f"not simulated above {_MOST_COMPLETE} ranks: n(n-1) models a round"
     if method in TOPOLOGIES and command.group > 1 and (ranks % command.group or ranks < 2 * command.group):
         return f"not two or more groups of {command.group} ranks"
-    if costs is None:
-        return ""
-    if sends_to_all and RULES[costs.mixing].by_pairs:
-        return f"{costs.mixing} has one open offer: not with the complete graph"
-    if not METHODS[method].is_compressed and costs.compression != "none":
+    if costs is not None and not METHODS[method].is_compressed and costs.compression != "none":
         return f"not from costs of '{costs.compression}', which is gossip's alone; measure without compression"
     return ""
 

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pala.config.catalogue import RULES, TOPOLOGIES
+from pala.config.catalogue import RULES
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.report.page import Column, table
-from pala.system.command_line import check_choices, check_named, read_command
+from pala.system.command_line import check_choices, check_least, check_named, read_command
 from pala.system.errors import PalaError
 
 _PROGRAM = "pala.simulate progress"
+_SLOWNESS = (1.0, 4.0)  # factors by which the first rank is slower
+_UPDATES = 200  # of a rank, on average
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,10 @@ class Command:
 
     mixings: tuple[str, ...] = tuple(RULES)
     """Mixing rules: uniform, push_sum, paired."""
-    topology: str = "random"
-    """Topology: the peers that a rank sends to."""
     ranks: tuple[int, ...] = (2, 4, 16, 64)
     """Numbers of ranks."""
     delays: tuple[float, ...] = (0.05, 1.0, 3.0, 10.0)
     """Times that a model is under way, in updates."""
-    slowness: tuple[float, ...] = (1.0, 4.0)
-    """Factors by which the first rank is slower."""
-    updates: int = 200
-    """Updates of a rank, on average."""
     exchanges_per_update: int = 1
     """`exchange.exchanges_per_update`, for paired."""
     seed: int = 1
@@ -66,15 +62,12 @@ _COLUMNS: list[Column[_Row]] = [
 ]
 
 
-def measure(
-    mixing: str, topology: str, ranks: int, delay: float, slowness: float, updates: int, seed: int, exchanges: int = 1
-) -> Progress:
+def measure(mixing: str, ranks: int, delay: float, slowness: float, seed: int, exchanges: int = 1) -> Progress:
     """Play the updates of all ranks, and return what the mixing left of them."""
     scenario = Scenario(
         ranks,
-        topology,
-        mixing,
-        budget_steps=ranks * updates,
+        mixing=mixing,
+        budget_steps=ranks * _UPDATES,
         seed=seed,
         exchanges_per_update=exchanges,
         slowness=() if slowness == 1 else (slowness, *[1.0] * (ranks - 1)),
@@ -96,22 +89,14 @@ def run(arguments: list[str]) -> None:
     """Do what `python -m pala.simulate progress` does. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
     check_choices("mixings", command.mixings, RULES)
-    check_choices("topology", [command.topology], TOPOLOGIES)
-    pairwise = [mixing for mixing in command.mixings if RULES[mixing].by_pairs]
-    if pairwise and TOPOLOGIES[command.topology].to_all:
-        raise PalaError(
-            f"'--mixings' has '{pairwise[0]}', where a rank has one open offer: not with '--topology complete'."
-        )
-    check_named(command, "mixings", "ranks", "delays", "slowness")
-    finite = all(map(math.isfinite, (*command.delays, *command.slowness)))
-    if not finite or min(command.ranks) < 2 or min(command.delays) < 0 or min(command.slowness) < 1:
-        raise PalaError("'--ranks' must be at least 2, '--delays' 0 and '--slowness' 1; all are finite.")
-    if min(command.updates, command.exchanges_per_update) < 1:
-        raise PalaError("'--updates' and '--exchanges-per-update' must be at least 1.")
+    check_named(command, "mixings", "ranks", "delays")
+    if not all(map(math.isfinite, command.delays)) or min(command.ranks) < 2 or min(command.delays) < 0:
+        raise PalaError("'--ranks' must be at least 2, and '--delays' 0 and finite.")
+    check_least("exchanges-per-update", command.exchanges_per_update, 1)
     rows = []
-    for ranks, delay, slowness in itertools.product(command.ranks, command.delays, command.slowness):
+    for ranks, delay, slowness in itertools.product(command.ranks, command.delays, _SLOWNESS):
         for mixing in command.mixings:
             exchanges = command.exchanges_per_update if RULES[mixing].by_pairs else 1
-            found = measure(mixing, command.topology, ranks, delay, slowness, command.updates, command.seed, exchanges)
+            found = measure(mixing, ranks, delay, slowness, command.seed, exchanges)
             rows.append((ranks, delay, slowness, mixing, found))
     print(table(_COLUMNS, rows))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from pala.config import Config
+from pala.system.errors import PalaError
+
 Range = tuple[float, float]
 
 
@@ -77,3 +80,15 @@ def timed_in_updates(scenario: Scenario, delay: float) -> Scenario:
         wake_s=(0.0, 0.001),
         again_s=20.0 + 5 * delay,
     )
+
+
+def check_simulated(config: Config) -> None:
+    """Raise PalaError for settings of training that simulated ranks cannot have."""
+    exchange = config.exchange
+    if config.algorithm != "a2c":
+        raise PalaError(f"'--algorithm' is '{config.algorithm}', but A2C only is simulated.")
+    if exchange.kind == "shared_memory" or exchange.compression != "none" or exchange.has_groups:
+        raise PalaError(
+            "Simulated ranks exchange whole models, one each: leave 'exchange.compression' and 'exchange.group' out, "
+            "and 'exchange.kind' 'shared_memory'."
+        )

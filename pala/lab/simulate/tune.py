@@ -21,6 +21,7 @@ import tyro
 from pala.a2c.learning_rate import ONE_LEARNER, learning_rate
 from pala.config import Config, EnvConfig
 from pala.config.checks import check
+from pala.lab.simulate.scenario import check_simulated
 from pala.report.page import Column, table
 from pala.system.command_line import check_least, exit_on_mistake, read_command
 from pala.system.errors import PalaError
@@ -67,18 +68,10 @@ def parse(arguments: list[str]) -> Command:
     if config.a2c.learning_rate != "auto":
         raise PalaError("'--a2c.learning-rate' is given, but '--rates' names the learning rates here.")
     check(config, source="Command line")
-    exchange = config.exchange
-    simulated = (exchange.kind != "shared_memory", exchange.compression == "none", not exchange.has_groups)
-    if not all(simulated):
-        raise PalaError(
-            "Simulated ranks exchange whole models, one each: leave 'exchange.compression' and 'exchange.group' out, "
-            "and 'exchange.kind' 'shared_memory'."
-        )
+    check_simulated(config)
     check_least("ranks", command.ranks, 1)
     if not command.rates or not command.seeds or min(command.rates) <= 0 or min(command.seeds) < 0:
         raise PalaError("'--rates' must be numbers above 0, and '--seeds' of at least 0; name one of each or more.")
-    if config.algorithm != "a2c":
-        raise PalaError(f"'--algorithm' is '{config.algorithm}', but A2C only is simulated.")
     return dataclasses.replace(command, config=config)
 
 

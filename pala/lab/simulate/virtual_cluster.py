@@ -193,9 +193,9 @@ class VirtualCluster(VirtualNetwork):
             rank.ended = True
         elif rank.state.budget.is_needed and not rank.waking:
             rank.waking = True
-            self._after(self.scenario.wake_up_s, self._take_place, rank)
+            self._after(self.scenario.wake_up_s, self._join, rank)
 
-    def _take_place(self, rank: Rank) -> None:
+    def _join(self, rank: Rank) -> None:
         if rank.number in self.dead or rank.ended:
             return
         rank.asleep = False
