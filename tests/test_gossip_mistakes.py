@@ -302,6 +302,27 @@ def test_real_ranks_average_in_the_midst(any_mpi: Launcher, tmp_path: Path) -> N
     assert done.status == 0 and len(ends) == 3 and len(set(ends)) == 1, done.output
 
 
+AVERAGE = """
+import sys, time, torch, pala, pala.gossip, pala.system.waiting as waiting
+waiting.TELL_S, waiting.SAY_S, pala.gossip._CLOSE_S = 0.2, 1.0, 60.0 if sys.argv[1] == "late" else 3.0
+with pala.Gossip(torch.nn.Linear(3, 2), total_steps=10**9) as gossip:
+    gossip.after_update(steps=1)
+    if gossip.rank == 2:
+        time.sleep(3 if sys.argv[1] == "late" else 60)
+    gossip.average()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["late", "never"])
+def test_a_real_rank_that_waits_for_an_average_names_the_others(how: str, any_mpi: Launcher, tmp_path: Path) -> None:
+    done = any_mpi.script(3, AVERAGE, tmp_path, how)
+    assert "[rank 0] has waited 1 s at `average()` for rank 2." in done.output, done.output
+    assert (done.status == 0) == (how == "late")
+    assert ("at `average()`, to which rank 2 did not come" in done.output) == (how == "never")
+
+
 def test_a_loop_finds_its_rank_by_itself() -> None:
     def own_loop(comm: MemoryCommunicator) -> int:
         return train(None, total_steps=60)[1].size
