@@ -16,6 +16,7 @@ exchange (`pala/exchange/gossip/exchange.py`), so deaths, staleness and messages
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -42,11 +43,13 @@ from pala.exchange.momentum import Momentum
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import Launch
+from pala.system.output import log, say_death
 from pala.system.trace import Trace
 
 State = Mapping[str, Any] | None
 _CLOSE_S = 300.0  # how long a rank waits for the slowest where all meet, as in training
 _MOST_LOOKS = 10_000  # at `goes_on` without an update between them
+_LEAST_LATE_UPDATES = 10  # a loop that looks at `goes_on` after several updates makes some after the end
 _open: set[int] = set()  # ranks of this process, which are threads in tests, that are inside a block
 
 Change = Literal["death", "leave", "heal"]
@@ -69,6 +72,7 @@ class Gossip:
     _updates = 0
     _local_steps = 0
     _num_looks = 0  # at `goes_on` since the last update
+    _num_late = 0  # updates after training had ended
     _living: Sequence[int] = ()  # of whom `on_change` knows
     _heals = 0
     _distance: float | None = None
@@ -112,7 +116,10 @@ class Gossip:
             patience_s=patience_s,
         )
         a2c, run = A2CConfig(momentum=momentum), RunConfig(trace=trace is not None)
-        self._settings = checked(Config(total_steps=total_steps, seed=seed, exchange=exchange, a2c=a2c, run=run))
+        try:
+            self._settings = checked(Config(total_steps=total_steps, seed=seed, exchange=exchange, a2c=a2c, run=run))
+        except PalaError as error:
+            raise PalaError(_in_words_of_the_call(error)) from None
         by_pairs = RULES[mixing].by_pairs
         self._own_topology = None if isinstance(topology, str) else own_peers(topology, by_pairs)
         self._every = _whole_number("every", every)
@@ -225,7 +232,7 @@ class Gossip:
 
                 leave_job()  # the others take this rank for dead, so its process must end without MPI_Finalize
             while not self._has_ended:  # this MPI needs every process until the job ends
-                self._meet(exchange, None)
+                self._meet(exchange, None, None)
         if self._updates == 0 and exchange.stop is Stop.NONE:
             raise PalaError(
                 f"[rank {self.rank}] the block of `pala.Gossip` has ended without one `after_update`: call it on every "
@@ -233,17 +240,20 @@ class Gossip:
             )
         if exchange.stop is Stop.NONE:  # the user's loop ended before the budget: training ends on all ranks
             exchange.stop_now(Stop.CALLBACK)
+            steps = f"{exchange.global_steps:,} of {self._settings.total_steps:,} steps"
+            log(f"[rank {self.rank}] left the block after {steps}, which ends training on all ranks.")
         if not self._has_ended:
-            self._meet(exchange, _CLOSE_S)
+            self._meet(exchange, _CLOSE_S, "the end of the block")
         self._flat.data.copy_(exchange.final_parameters(_CLOSE_S))
         self._flat.scatter()
         self._tell_changes(exchange)
 
-    def _meet(self, exchange: GossipExchange, timeout_s: float | None) -> bool:
-        """Average with all living ranks; False if training has ended on any of them. Collective."""
+    def _meet(self, exchange: GossipExchange, timeout_s: float | None, where: str | None) -> bool:
+        """Average with all living ranks; False if training has ended on any of them. Collective. `where`: as for
+        `GossipExchange.average`."""
         assert self._flat is not None
         self._flat.gather()
-        self._has_ended = not exchange.average(timeout_s)
+        self._has_ended = not exchange.average(timeout_s, where)
         self._flat.scatter()
         return not self._has_ended
 
@@ -274,12 +284,16 @@ class Gossip:
             if self._exchange is not None and self._exchange.stop is Stop.NONE:
                 self._exchange.stop_now(Stop.SIGNAL)
             return False
-        if self._exchange is None:
-            return self.global_steps < self._settings.total_steps
-        if self._interrupt.leave_requested and not self._has_ended:
+        if self._exchange is not None and self._interrupt.leave_requested and not self._has_ended:
             self._interrupt.leave_requested = False
             self._has_left = self._exchange.leave()
-        return not self._has_left and self._exchange.stop is Stop.NONE
+        return not self._is_over()
+
+    def _is_over(self) -> bool:
+        """Return whether training has ended on this rank."""
+        if self._exchange is None:
+            return self.global_steps >= self._settings.total_steps
+        return self._has_left or self._exchange.stop is not Stop.NONE
 
     def after_update(self, steps: int) -> None:
         """Send this rank's model and average in what peers sent, after an optimiser step. May wait, at most
@@ -291,6 +305,8 @@ class Gossip:
         flat = self._inside_block("after_update")
         _whole_number("steps", steps)
         flat.check()
+        if self._is_over():
+            self._say_if_late()
         self._updates += 1
         self._local_steps += steps
         self._num_looks = 0
@@ -302,6 +318,15 @@ class Gossip:
             self._exchange_model(self._exchange, flat, steps)
         if self._comm is not None:
             self._comm.on_count(self._updates)
+
+    def _say_if_late(self) -> None:
+        """Say once that the loop does not end: when it has made as many updates since the end as before."""
+        self._num_late += 1
+        if self._num_late == max(_LEAST_LATE_UPDATES, self._updates - self._num_late + 1):
+            log(
+                f"[rank {self.rank}] has made {self._num_late:,} updates since training ended: end the loop when "
+                "`goes_on` is False."
+            )
 
     def _exchange_model(self, exchange: GossipExchange, flat: FlatTensors, steps: int) -> None:
         if self._updates % self._every:
@@ -323,16 +348,19 @@ class Gossip:
         self._tell_changes(exchange)
 
     def _tell_changes(self, exchange: GossipExchange) -> None:
-        """Call `on_change` for what has happened since the last call."""
+        """Print deaths on the lowest living rank, and call `on_change` for what has happened since the last call."""
         heals, self._heals = exchange.heals - self._heals, exchange.heals
         before, self._living = self._living, exchange.living
-        if self._on_change is None:
-            return
-        if heals:
+        if heals and self._on_change is not None:
             self._on_change("heal", self.rank)
-        if self._living is not before:
-            for rank in sorted(set(before) - set(self._living)):
-                self._on_change("leave" if rank in exchange.left else "death", rank)
+        if self._living is before:
+            return
+        for rank in sorted(set(before) - set(self._living)):
+            kind: Change = "leave" if rank in exchange.left else "death"
+            if kind == "death" and self.rank == min(self._living, default=-1):
+                say_death(self.rank, rank, len(self._living))
+            if self._on_change is not None:
+                self._on_change(kind, rank)
 
     def average(self) -> bool:
         """Give all living ranks the average of their models, as for an evaluation between two updates. Collective:
@@ -341,7 +369,7 @@ class Gossip:
         self._inside_block("average")
         if self._exchange is None:
             return self.goes_on
-        return not self._has_ended and self._meet(self._exchange, _CLOSE_S)
+        return not self._has_ended and self._meet(self._exchange, _CLOSE_S, "`average()`")
 
     def _inside_block(self, name: str) -> FlatTensors:
         if self._flat is None:
@@ -373,7 +401,7 @@ class Gossip:
 
     @property
     def signal(self) -> Signals | None:
-        """The signal that ended training on this rank, if one did: a script exits with 128 + its number."""
+        """The signal that this rank received, or None: a script exits with 128 + its number."""
         return self._interrupt.signal
 
     def consensus_distance(self) -> float | None:
@@ -428,6 +456,11 @@ def _alone_in_block(comm: Communicator | None) -> Iterator[None]:
         yield
     finally:
         _open.discard(key)
+
+
+def _in_words_of_the_call(error: PalaError) -> str:
+    """Return the message of an error with the names of arguments in place of those of a configuration's keys."""
+    return re.sub(r"'(?:exchange|a2c|run)\.(\w+)'", r"'\1'", str(error)).replace("Config: ", "Gossip: ", 1)
 
 
 def _whole_number(name: str, value: int) -> int:

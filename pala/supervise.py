@@ -491,7 +491,7 @@ class Supervisor:
 
     @staticmethod
     def _say(text: str) -> None:
-        log(f"supervise: {text}")
+        log(f"pala train: {text}")
 
 
 def survivable(mpirun: str) -> list[str]:
@@ -565,7 +565,7 @@ def _tell_of_other_settings(asked: Command, command: Command) -> None:
     if changed:
         named = "; ".join(f"'{key}' is {shown(now[key])}, in the run {shown(own[key])}" for key in changed)
         log(
-            f"supervise: run '{command.resume}' goes on with its own settings, which are not those that "
+            f"pala train: run '{command.resume}' goes on with its own settings, which are not those that "
             f"'{asked.preset}' would give a new one: {named}. What is to change has to be given as an option."
         )
 
@@ -577,7 +577,7 @@ def _tell_of_trust(command: Command) -> None:
     if named := named_code(command.config):
         settings = " and ".join(f"'{key}'" for key in named)
         log(
-            f"supervise: {settings} names code of your own, which a later start with '--continue' runs only by "
+            f"pala train: {settings} names code of your own, which a later start with '--continue' runs only by "
             "`--trust-run`: add it now, so that the same command goes on with the run."
         )
 
@@ -603,7 +603,7 @@ def without_preset(arguments: list[str], preset: Path | None) -> list[str]:
 def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return (this program's options, those of `pala.train`)."""
     parser = argparse.ArgumentParser(
-        prog="supervise",
+        prog="pala train",
         allow_abbrev=False,
         add_help=False,
         usage="%(prog)s [options] [PRESET | --resume RUN] [options of pala.train]",
@@ -632,8 +632,10 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.help:
         parser.print_help()
         sys.exit(0)
-    if (options.ranks is not None and options.ranks < 1) or options.restarts < 0 or not options.pause_s >= 0:
-        parser.error("'-n' must be at least 1, '--restarts' and '--pause-s' at least 0")
+    lower_bounds = (("-n", options.ranks, 1), ("--restarts", options.restarts, 0), ("--pause-s", options.pause_s, 0))
+    for name, value, least in lower_bounds:
+        if value is not None and not value >= least:
+            raise PalaError(f"'{name}' must be at least {least}.")
     return options, others + (["--run.spares", str(options.spares)] if options.spares is not None else [])
 
 
@@ -647,14 +649,14 @@ def main() -> NoReturn:
         launch = Launch.detect()
         if launch.size > 1 and launch.rank == 0:
             log(
-                f"supervise: this was started {launch.size} times at once, as by srun or mpirun, and each starts a job "
-                "of its own. For one run start it once: it calls mpirun itself."
+                f"pala train: this was started {launch.size} times at once, as by srun or mpirun, and each starts a "
+                "job of its own. For one run start it once: it calls mpirun itself."
             )
         sys.exit(supervisor.supervise())
     except PalaError as error:
-        log(f"supervise: error: {error}")
+        log(f"pala: error: {error}")
     except OSError as error:
-        log(f"supervise: error: {reason(error)}")
+        log(f"pala: error: {reason(error)}")
     sys.exit(2)
 
 

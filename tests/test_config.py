@@ -156,6 +156,21 @@ def test_presets_go_by_name_from_anywhere(tmp_path, monkeypatch):
         load_preset("gorila/krul")
 
 
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ("CartPole-v1", "Preset 'CartPole-v1' does not exist; did you mean `--env.id CartPole-v1`?"),
+        ("my_envs:Grid-v0", "Preset 'my_envs:Grid-v0' does not exist; did you mean `--env.id my_envs:Grid-v0`?"),
+        ("ALE/Pong-v5", "Preset 'ALE/Pong-v5' does not exist; did you mean `--env.id ALE/Pong-v5`?"),
+        ("/no/such/preset.toml", "Preset '/no/such/preset.toml' does not exist: there is no such file."),
+    ],
+)
+def test_an_environment_or_a_file_in_a_presets_place_is_told(preset, message):
+    with pytest.raises(PalaError) as caught:
+        load_preset(preset)
+    assert str(caught.value) == message
+
+
 def test_what_cannot_be_a_preset_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()

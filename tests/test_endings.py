@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ from pala.job.rank import run_rank
 from pala.job.request import Request, Result
 from pala.run import checkpoint
 from pala.run.hooks import UserCode
+from pala.run.metrics import Record, read_run
+from pala.run.run import Run
 from pala.system import launcher, waiting
 from pala.system.errors import CollectiveError, EndError, SaveError
 from pala.system.interrupt import Interrupt
@@ -99,6 +102,26 @@ class Ranks:
     @property
     def segment(self) -> dict[str, Any]:
         return self.record["segments"][-1]
+
+
+@pytest.mark.parametrize("kind", slow_but_for(["gossip", "none"], "gossip"))
+def test_the_last_line_has_the_last_records_of_all_ranks(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of one that writes them after the first has ended its loop."""
+    write = Run.write
+
+    def write_late(run: Run, records: list[Record]) -> None:
+        time.sleep(0.3 * run.rank)
+        write(run, records)
+
+    monkeypatch.setattr(Run, "write", write_late)
+    config = configure(tmp_path, kind)
+    job = train(2, replace(config, run=replace(config.run, console="lines", log_interval_s=100.0)))
+    assert job.ended_well()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("steps ")]
+    episodes = [sum(record["type"] == "episode" for record in records) for records in read_run(job.run)]
+    assert min(episodes) > 0 and f"(mean of the last 100 of {sum(episodes)} episodes)" in line
 
 
 def train_until_all_leave(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -508,6 +508,16 @@ def test_a_game_under_a_former_name_is_told_its_name(name: str):
         make_envs(EnvConfig(name))
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"), [("CartPol-v1", "; did you mean 'CartPole-v1'?"), ("NoEnv-v0", " (Environment `NoEnv`")]
+)
+def test_an_unknown_id_gets_the_hint_that_is_near(name: str, hint: str) -> None:
+    """`UpNDown-v0` is not."""
+    with pytest.raises(PalaError) as caught:
+        make_envs(EnvConfig(name))
+    assert str(caught.value).startswith(f"'env.id': no environment '{name}' is registered{hint}")
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_package_that_is_there_and_does_not_load_is_not_called_missing(is_there: bool) -> None:
     def make() -> None:

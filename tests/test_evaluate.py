@@ -696,16 +696,24 @@ def test_a_film_is_cut_where_an_evaluation_is(tmp_path: Path) -> None:
         assert len(list(film.pictures)) == 3 and [episode.length_steps for episode in film.ended] == [3]
 
 
-def test_an_environment_that_does_not_draw_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("why", "remedy"),
+    [("no display", "$"), ("no OpenGL context", r" Without a display, MuJoCo draws if .* `MUJOCO_GL=egl` is set\.$")],
+)
+def test_an_environment_that_does_not_draw_is_told(
+    why: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Blind(Sparkle):
         def render(self):
-            raise RuntimeError("no display")
+            raise RuntimeError(why)
+
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
 
     network = ActorCritic(Blind.observation_space, Blind.action_space, CARTPOLE.network)
     run = make_run(tmp_path / "run", CARTPOLE, network)
     user_code.keep(run, UserCode(lambda: Blind("rgb_array")))
     user_code.trust_own(run)
-    with pytest.raises(PalaError, match=r"cannot be drawn for a video: RuntimeError: no display\."):
+    with pytest.raises(PalaError, match=rf"cannot be drawn for a video: RuntimeError: {why}\.{remedy}"):
         record_video(run, tmp_path / "video.mp4", Acting())
 
 

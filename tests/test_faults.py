@@ -580,7 +580,7 @@ def test_the_launch_script_passes_term_on_as_usr1(any_mpi: Launcher, tmp_path: P
     job = any_mpi.start_command([*script, *options], cwd=tmp_path)
     wait_for(lambda: all_train(tmp_path / "r", 2), what="training")
     end_by(job, signal.SIGTERM, tmp_path)
-    assert "SIGUSR1: checkpoint written to" in job.output and "supervise: gives up" not in job.output
+    assert "SIGUSR1: checkpoint written to" in job.output and "pala train: gives up" not in job.output
     assert job.status != 0 and "after SIGTERM" in job.output and "restart" not in job.output, job.output
     assert record_of(tmp_path / "r")["segments"][0]["status"] == "stopped"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from pala import gossip as gossip_module
 from pala.gossip import Gossip
-from pala.system.errors import PalaError
-from pala.testing import fail_at, leave_at, run_ranks
+from pala.system import output, waiting
+from pala.system.errors import EndError, PalaError
+from pala.testing import Killed, fail_at, leave_at, run_ranks
 from pala.testing.memory import MemoryCommunicator
 from support import REPOSITORY
 from support.gossip_loops import add, on_ranks, train, zeros
@@ -131,12 +134,87 @@ def test_another_model_or_type_of_settings_on_one_rank() -> None:
         (zeros(), {"every": 0}, "'every' is 0"),
         (zeros(), {"momentum": 1.0}, "momentum"),
         (zeros(), {"topology": 3}, "'topology' is 3, but must be one of 'auto', 'random'"),
-        (zeros(), {"topology": "star"}, "star"),
+        (zeros(), {"topology": "star"}, "^Gossip: 'topology' is 'star'"),
+        (zeros(), {"topology": "complete"}, "'mixing' is 'paired', .* but 'topology' is 'complete'"),
     ],
 )
 def test_a_mistake_is_one_sentence(model: Any, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(PalaError, match=words):
         Gossip(model, **{"total_steps": 10, **settings})
+
+
+def test_a_mistake_in_a_setting_is_raised_at_the_door() -> None:
+    with pytest.raises(PalaError) as raised:
+        Gossip(zeros(), total_steps=10, topology="ringg")  # type: ignore[arg-type]
+    assert len(raised.traceback) == 2 and raised.value.__suppress_context__
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ranks print to standard error."""
+    said: list[str] = []
+    for module in (gossip_module, waiting, output):
+        monkeypatch.setattr(module, "log", said.append)
+    return said
+
+
+def test_average_on_one_rank_only_names_the_others(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip_module, "_CLOSE_S", 1.0)
+    monkeypatch.setattr(waiting, "SAY_S", 0.3)
+
+    over = threading.Event()
+
+    def main(comm: MemoryCommunicator) -> None:
+        with Gossip(zeros(), total_steps=10**9, comm=comm) as gossip:
+            gossip.after_update(steps=1)
+            if comm.rank == 1:
+                try:
+                    gossip.average()
+                finally:
+                    over.set()
+            over.wait()
+
+    results = run_ranks(4, main, faults=[fail_at(3, update=1)])
+    error = results[1]
+    assert isinstance(error, EndError) and "--resume" not in str(error)
+    assert "has waited 1 s at `average()`, to which ranks 0, 2 did not come" in str(error)
+    waits = [line for line in lines if "has waited" in line]
+    assert waits[0] == "[rank 1] has waited 0 s at `average()` for ranks 0, 2."
+    assert all(line.startswith("[rank 1]") for line in waits)
+
+
+def test_a_death_is_printed_once(lines: list[str]) -> None:
+    results = on_ranks(3, lambda comm: train(comm, total_steps=400), fail_at(0, update=5))
+    assert isinstance(results[0], Killed)
+    assert lines == ["[rank 1] rank 0 has died; 2 go on."]
+
+
+def test_a_loop_that_leaves_early_says_it_once(lines: list[str]) -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        model = zeros()
+        with Gossip(model, total_steps=10**9, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                gossip.after_update(steps=1)
+                if comm.rank == 1 and gossip.global_steps > 50:
+                    break
+
+    on_ranks(3, main)
+    (line,) = lines
+    assert line.startswith("[rank 1] left the block after ") and "of 1,000,000,000 steps" in line
+
+
+@pytest.mark.parametrize(("size", "updates", "said"), [(1, 39, 0), (1, 60, 1), (2, 200, 2)])
+def test_a_loop_that_ignores_the_end_says_it_once(size: int, updates: int, said: int, lines: list[str]) -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        model = zeros()
+        with Gossip(model, total_steps=20 * size, comm=comm) as gossip:
+            for _ in range(updates):
+                add(model)
+                gossip.after_update(steps=1)
+
+    on_ranks(size, main)
+    assert len(lines) == said and all("updates since training ended" in line for line in lines)
 
 
 def test_average_outside_the_block() -> None:
@@ -222,6 +300,27 @@ def test_real_ranks_average_in_the_midst(any_mpi: Launcher, tmp_path: Path) -> N
     done = any_mpi.script(3, SCRIPT, tmp_path, "average")
     ends = [line.partition("ends")[2] for line in done.output.splitlines() if " ends with " in line]
     assert done.status == 0 and len(ends) == 3 and len(set(ends)) == 1, done.output
+
+
+AVERAGE = """
+import sys, time, torch, pala, pala.gossip, pala.system.waiting as waiting
+waiting.TELL_S, waiting.SAY_S, pala.gossip._CLOSE_S = 0.2, 1.0, 60.0 if sys.argv[1] == "late" else 3.0
+with pala.Gossip(torch.nn.Linear(3, 2), total_steps=10**9) as gossip:
+    gossip.after_update(steps=1)
+    if gossip.rank == 2:
+        time.sleep(3 if sys.argv[1] == "late" else 60)
+    gossip.average()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["late", "never"])
+def test_a_real_rank_that_waits_for_an_average_names_the_others(how: str, any_mpi: Launcher, tmp_path: Path) -> None:
+    done = any_mpi.script(3, AVERAGE, tmp_path, how)
+    assert "[rank 0] has waited 1 s at `average()` for rank 2." in done.output, done.output
+    assert (done.status == 0) == (how == "late")
+    assert ("at `average()`, to which rank 2 did not come" in done.output) == (how == "never")
 
 
 def test_a_loop_finds_its_rank_by_itself() -> None:

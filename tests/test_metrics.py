@@ -346,8 +346,8 @@ def test_the_time_that_is_left_is_told_once_it_is_known(run, capsys):
 
 
 def test_the_first_lines_say_what_is_trained(tmp_path):
-    def header_of(preset, steps_made):
-        job = SimpleNamespace(hosts=["node1", "node1", "node2"], num_trainers=3, threads=2)
+    def header_of(preset, steps_made, cores=6):
+        job = SimpleNamespace(hosts=["node1", "node1", "node2"], num_trainers=3, threads=2, cores=cores)
         agent = SimpleNamespace(
             config=load_preset(preset), start=ExchangeState([steps_made]), device="cpu",
             flat=SimpleNamespace(num_learned=866_439),
@@ -364,6 +364,8 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
     assert "and 2,500,160 were made before: none is left to train (a larger `--total-steps` goes on)" in done
     assert "learning begins after 50,000" in header_of("gorila/pong", 0)
     assert "learning begins" not in header_of("gorila/pong", 60_000)
+    assert "share" not in header_of("pong", 0, cores=3)
+    assert "\n      3 ranks share 2 cores\n" in header_of("pong", 0, cores=2)
 
 
 def test_settings_that_nothing_reads_are_told():

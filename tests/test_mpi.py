@@ -260,7 +260,7 @@ def test_a_disk_that_is_full_at_the_end(
     (tmp_path / "free").touch()
     job.wait()
     assert job.status != 0 and "Traceback" not in job.output and not record_of(run)["completed"], job.output
-    assert re.search(r"pala: error: rank 0: .*No space left on device.*make room, then `--resume`", job.output)
+    assert re.search(r"pala: error: rank 0: .*No space left on device.*make room, then continue", job.output)
     assert_all_end(tmp_path)
     (small_disk / "filler").unlink()
     assert standing.train(2, "--resume", str(run), cwd=tmp_path).status == 0

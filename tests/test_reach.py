@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pala.comm.reach import peers_of, shared_address
-from pala.comm.roll_call import named
+from pala.system.waiting import named
 from support.helpers import CARTPOLE
 from support.mpi import Launcher, assert_all_end
 from virtual_hosts import VirtualHosts
@@ -52,9 +52,9 @@ def test_of_many_ranks_that_are_waited_for_some_are_named(ranks: list[int], word
 
 SLOW_RANKS = """
 import time
-import pala.comm.roll_call as roll_call
+import pala.system.waiting as waiting
 from pala.comm.mpi_process import start_mpi
-roll_call.TELL_S, roll_call.SAY_S = 0.2, 0.8
+waiting.TELL_S, waiting.SAY_S = 0.2, 0.8
 comm = start_mpi()
 comm.barrier()
 for slow in (2, 0):

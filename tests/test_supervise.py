@@ -630,11 +630,19 @@ def test_what_has_changed_in_the_preset_of_a_run_that_goes_on_is_told(
     assert "own settings" in said and "a new one: 'total_steps' is 20, in the run 9. What is to change" in said
 
 
-@pytest.mark.parametrize("pause", ["nan", "-1"])
-def test_a_pause_that_cannot_be_is_told(pause: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        supervise.read_options(["--pause-s", pause])
-    assert "'--pause-s' at least 0" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0"], "'-n' must be at least 1."),
+        (["--restarts", "-1"], "'--restarts' must be at least 0."),
+        (["--pause-s", "nan"], "'--pause-s' must be at least 0."),
+        (["--pause-s", "-1"], "'--pause-s' must be at least 0."),
+    ],
+)
+def test_a_number_that_cannot_be_is_told_alone(arguments: list[str], message: str) -> None:
+    with pytest.raises(PalaError) as caught:
+        supervise.read_options(arguments)
+    assert str(caught.value) == message
 
 
 def test_the_pause_before_a_restart_has_a_limit(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -752,7 +760,7 @@ def test_a_host_that_does_not_start_a_process_is_left_out(there: Path, capsys: p
     fake_mpirun(there, '[ "$4" != b ] && echo here\n')
     supervisor = Supervisor(*read_options(["--mpirun", "./mpirun", "--host", "a:2,b:1"]))
     assert supervisor._answering() == [Host("a", 2)]
-    assert capsys.readouterr().err == "supervise: host b does not start a process and is left out.\n"
+    assert capsys.readouterr().err == "pala train: host b does not start a process and is left out.\n"
 
 
 def test_a_signal_while_hosts_are_asked_ends_that_at_once(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -893,8 +901,8 @@ def test_a_job_whose_rank_or_mpirun_is_killed_is_resumed_to_completion(mpi: Laun
     job.wait()
     assert not left.exists(), "a later mpirun with this process number would fail"
     assert job.status == 0 and "ended with status 137" in job.output and "Another job" not in job.output, job.output
-    assert "supervise: restart 1 of 3: 2 ranks resume 'runs/r' from" in job.output
-    assert "supervise: run 'runs/r' is complete after 2 restarts." in job.output
+    assert "pala train: restart 1 of 3: 2 ranks resume 'runs/r' from" in job.output
+    assert "pala train: run 'runs/r' is complete after 2 restarts." in job.output
     record = record_of(run)
     assert record["completed"] and [segment["resumed"] for segment in record["segments"]] == [False, True, True]
 
@@ -963,7 +971,7 @@ def test_a_scheduler_signals_every_process(any_mpi: Launcher, tmp_path: Path) ->
 @pytest.mark.usefixtures("tidy")
 def test_a_users_mistake_is_not_restarted(mpi: Launcher, tmp_path: Path) -> None:
     job = start(mpi, "-n", "2", "--env.id", "CratPole-v1", cwd=tmp_path).wait()
-    assert job.status == 2 and job.output.count("supervise: start") == 1 and "restart 1" not in job.output
+    assert job.status == 2 and job.output.count("pala train: start") == 1 and "restart 1" not in job.output
     assert job.output.count("did you mean 'CartPole-v1'?") == 1
     job = start(mpi, "--mpirun", "nowhere/mpirun", *CARTPOLE, cwd=tmp_path).wait()
     assert job.status == 2 and "Traceback" not in job.output
@@ -1008,6 +1016,6 @@ def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:
         hosts.set_link(1, up=False)
         job.wait()
     assert job.status == 0, job.output
-    assert f"supervise: host {hosts.addresses[1]} does not start a process and is left out." in job.output
+    assert f"pala train: host {hosts.addresses[1]} does not start a process and is left out." in job.output
     record = record_of(run)
     assert record["completed"] and [segment["hosts"] for segment in record["segments"][1:]] == [["vhost0"]]

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
+from pala.system.waiting import LongWait
 
 if TYPE_CHECKING:  # a rank starts MPI before it loads numpy, whose threads are counted when it is loaded
     import numpy as np
@@ -69,6 +70,14 @@ class Received(NamedTuple):
     took_s: float  # from when the receiver first saw it until it was whole
     too_late: bool = False  # it took longer than `Receiver.patience_s`, and its memory had been given up; a transport
     # that receives into memory of its own needs no such thing: `took_s` tells
+
+
+class Meeting(NamedTuple):
+    """A wait for all living ranks, while messages come and go."""
+
+    have_come: Callable[[], bool]
+    wait: LongWait
+    """The wait to look at, which tells and says that it takes long."""
 
 
 class Receiver(abc.ABC):
@@ -143,10 +152,10 @@ class Transport(abc.ABC):
     def hurry(self, waiting: bool) -> None:  # noqa: B027
         """Set whether this rank's learner is waiting for a message. Any thread."""
 
-    def meeting(self) -> Callable[[], bool]:
-        """Begin to wait for all living ranks, while messages come and go, and return a function that says whether they
-        have come. Collective."""
-        return lambda: True
+    def meeting(self, where: str | None) -> Meeting:
+        """Begin to wait for all living ranks, while messages come and go. `where`: as for `WaitForRanks`.
+        Collective."""
+        return Meeting(lambda: True, LongWait())
 
     def pause(self, timeout_s: float | None, interrupt: Interrupt) -> None:  # noqa: B027
         """Do as `close`, but `start` may follow. Meanwhile the communicator may be used. Collective."""

@@ -17,7 +17,7 @@ late when it comes.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from pala.comm.base import Packet, Received
+from pala.comm.base import Meeting, Packet, Received
+from pala.comm.roll_call import RollCall
 from pala.comm.threaded import TICK_S, ThreadedTransport
 from pala.comm.ulfm import Barrier, MpiDeaths, is_death
 
@@ -58,12 +59,12 @@ class _Send(NamedTuple):
 
 
 class DataProxy(ThreadedTransport):
-    """Sends and receives for one rank of `comm`, which it duplicates."""
+    """Sends and receives for one rank of `comm`, which it duplicates. `roll_call`: that of `comm`."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Comm, roll_call: RollCall) -> None:
         super().__init__("pala-data-proxy")
         self._hurry = False
-        self._comm = comm.Dup()
+        self._comm, self._roll_call = comm.Dup(), roll_call
         self._deaths = MpiDeaths(self._comm, polls=False)
         self._sends: list[_Send] = []
         self._receives: list[_Receive] = []  # at most one bulk message that is not too late
@@ -73,7 +74,7 @@ class DataProxy(ThreadedTransport):
         if waiting:
             self._wake.set()
 
-    def meeting(self) -> Callable[[], bool]:
+    def meeting(self, where: str | None) -> Meeting:
         with self._polling:
             barrier = Barrier(self._comm)
 
@@ -81,7 +82,7 @@ class DataProxy(ThreadedTransport):
             with self._polling:
                 return barrier.done()
 
-        return have_come
+        return Meeting(have_come, self._roll_call.wait(where, self._deaths.ranks, self._polling))
 
     def free(self) -> None:
         if not self._deaths.ranks:  # it would have to be freed by all

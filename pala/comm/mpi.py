@@ -161,7 +161,9 @@ class MpiCommunicator(Communicator):
             # Not `Thread.start`, which waits without a limit for a thread that may have no memory to begin.
             _thread.start_new_thread(shrink, ())
         except RuntimeError as error:
-            raise EndError(f"[rank {self.rank}] cannot look who lives: {error}. Go on by `--resume`.") from None
+            raise EndError(
+                f"[rank {self.rank}] cannot look who lives: {error}. Continue from the newest checkpoint."
+            ) from None
         wait_asleep(has_begun.done, _BEGIN_S, interrupt)
         wait_asleep(shrunken.done, timeout_s, interrupt)
         return shrunken.result()
@@ -185,7 +187,7 @@ class MpiCommunicator(Communicator):
         from pala.comm.data_proxy import DataProxy
 
         self.barrier()
-        return DataProxy(self.mpi)
+        return DataProxy(self.mpi, self._roll_call)
 
     def are_on_one_host(self) -> bool:
         self.barrier()

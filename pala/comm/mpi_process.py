@@ -231,7 +231,8 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         comm.mpi.Abort(1)
     elif isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in _FULL):
         why, mend = reason(error), "make room" if error.errno in _FULL else "mend that"
-        log(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: {mend}, then `--resume`.")
+        then = "then continue from the newest checkpoint"
+        log(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: {mend}, {then}.")
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         log(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others go on'}.\n{text}")

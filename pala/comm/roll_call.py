@@ -1,4 +1,4 @@
-"""The wait for the slowest rank while a job starts, which names the ranks that have not come.
+"""The wait for the slowest rank where all meet, which names the ranks that have not come.
 
 A barrier does not tell whom it waits for. So a rank that waits for long tells the others, and the lowest of those that
 wait says who has not told. Nothing is sent where nobody waits for long.
@@ -7,18 +7,16 @@ wait says who has not told. Nothing is sent where nobody waits for long.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Set
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from mpi4py import MPI
 
-from pala.system.output import log
-from pala.system.waiting import LongWait
+from pala.system.waiting import WaitForRanks
 
-TELL_S, SAY_S = 2.0, 20.0
 _TAG = 4  # of the world's communicator, as in `reach.py`; the data proxy has one of its own
 _NUMBER_BYTES = 8
 _MOST_TOLD = 64  # ranks that are told; above that not all need to know
-_MOST_NAMED = 8
 
 _num_told: Counter[int] = Counter()  # times that this process has told all others, by communicator
 _taken: Counter[tuple[int, int]] = Counter()  # what it has received, by communicator and rank
@@ -33,10 +31,16 @@ class RollCall:
         self._reached: dict[int, int] = {}  # the latest barrier that each other rank has told of
         self._told: list[MPI.Request] = []
 
-    def wait(self) -> LongWait:
-        """Begin to wait in the next barrier."""
+    def wait(
+        self,
+        where: str | None = "",
+        dead: Set[int] = frozenset(),
+        lock: AbstractContextManager[object] | None = None,
+    ) -> WaitForRanks:
+        """Begin to wait in the next barrier, `where` as for `WaitForRanks`. `dead`: ranks that never come; `lock`: held
+        while MPI is called, where another thread may call it."""
         self._number += 1
-        return _Wait(self)
+        return _Wait(self, where, dead, lock or nullcontext())
 
     def tell(self) -> None:
         """Tell the other ranks that this one waits."""
@@ -48,17 +52,24 @@ class RollCall:
         self._told = [request for request in self._told if not _is_done(request)]
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not told that they wait; none if this rank was not told, or a lower one speaks."""
-        status, number = MPI.Status(), bytearray(_NUMBER_BYTES)
-        with suppress(MPI.Exception):
-            while self._comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
-                self._comm.Recv(number, status.Get_source(), _TAG)
-                _taken[self._comm.py2f(), status.Get_source()] += 1
-                self._reached[status.Get_source()] = int.from_bytes(number, "little")
-        here = {rank for rank, reached in self._reached.items() if reached >= self._number}
-        if self.rank >= _MOST_TOLD or min(here, default=self.rank) < self.rank:
+        """Return the ranks that have not told that they wait; none if this rank is not told."""
+        number = bytearray(_NUMBER_BYTES)
+        for rank in range(self._comm.size):
+            with suppress(MPI.Exception):  # of a rank that is dead
+                while self._comm.Iprobe(rank, _TAG):
+                    self._comm.Recv(number, rank, _TAG)
+                    _taken[self._comm.py2f(), rank] += 1
+                    self._reached[rank] = int.from_bytes(number, "little")
+        if self.rank >= _MOST_TOLD:
             return []
-        return [rank for rank in range(self._comm.size) if rank not in here and rank != self.rank]
+        return [rank for rank in range(self._comm.size) if not self._waits(rank) and rank != self.rank]
+
+    def is_first(self) -> bool:
+        """Return whether no lower rank has told that it waits, as far as `missing` has heard."""
+        return not any(map(self._waits, range(self.rank)))
+
+    def _waits(self, rank: int) -> bool:
+        return self._reached.get(rank, 0) >= self._number
 
 
 def take_rest(comm: MPI.Comm) -> None:
@@ -73,32 +84,24 @@ def take_rest(comm: MPI.Comm) -> None:
         _taken[handle, rank] = told[rank]
 
 
-class _Wait(LongWait):
+class _Wait(WaitForRanks):
     """A rank's wait in a barrier."""
 
-    def __init__(self, call: RollCall) -> None:
-        super().__init__()
-        self._call = call
-        self._has_told = False
-        self._say_s = SAY_S
+    def __init__(self, call: RollCall, where: str | None, dead: Set[int], lock: AbstractContextManager[object]) -> None:
+        super().__init__(call.rank, where)
+        self._call, self._dead, self._lock = call, dead, lock
 
-    def look(self) -> None:
-        super().look()
-        if self.took_s > TELL_S and not self._has_told:
-            self._has_told = True
+    def tell(self) -> None:
+        with self._lock:
             self._call.tell()
-        if self.took_s > self._say_s:
-            self._say_s *= 2
-            if missing := self._call.missing():
-                log(f"[rank {self._call.rank}] has waited {self.took_s:.0f} s for {named(missing)}.")
 
+    def missing(self) -> list[int]:
+        with self._lock:
+            missing = self._call.missing()
+        return [rank for rank in missing if rank not in self._dead]
 
-def named(ranks: list[int]) -> str:
-    """Return the names of some ranks: `rank 3`, `ranks 3, 5 and 60 more`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
+    def is_first(self) -> bool:
+        return self._call.is_first()
 
 
 def _is_done(request: MPI.Request) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ else:
 
 FOLDER = Path(__file__).parents[1] / "configs"
 COMPARISONS = "compare"  # folder of presets of another kind, that of pala.compare
+_ENV_ID = re.compile(r"([\w.]+:)?[\w./-]+-v\d+(\(.*\))?")  # as Gymnasium's are
 _PLAIN_FAMILY = "atari"  # the family whose games go by their own name
 
 
@@ -75,6 +77,8 @@ def _locate(preset: str | Path, folder: str = "") -> tuple[Path, str]:
         raise PalaError(f"'{preset}' is the folder of a run, not a preset; go on with it by `--resume`.")
     if not path.name:
         raise PalaError(f"Preset '{preset}' is neither a file nor a name; `pala presets` lists the names.")
+    if not folder and _ENV_ID.fullmatch(str(preset)):
+        raise PalaError(f"Preset '{preset}' does not exist; did you mean `--env.id {shlex.quote(str(preset))}`?")
     raise PalaError(f"Preset '{preset}' does not exist{_guess(path, folder)}")
 
 
@@ -85,7 +89,10 @@ def _guess(path: Path, folder: str) -> str:
     name = str(path.with_suffix("")).removeprefix("configs/").removeprefix(f"{folder}/")
     if name in known:
         return f" here; the one that comes with PALA goes by its name, '{name}'."
-    return nearest(str(path), siblings) or nearest(name, known) or f"; there are {', '.join(known)}."
+    if guess := nearest(str(path), siblings) or nearest(name, known):
+        return guess
+    is_file = path.suffix == ".toml" or path.is_absolute()
+    return ": there is no such file." if is_file else f"; there are {', '.join(known)}."
 
 
 def chain(preset: str | Path) -> list[tuple[str | Path, dict[str, Any]]]:

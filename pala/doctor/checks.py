@@ -191,13 +191,13 @@ def _path(job: Job) -> Iterator[Finding]:
 
 
 def _refusals(job: Job) -> Iterator[Finding]:
-    """Check that mpirun takes root, and more ranks than cores."""
+    """Check that mpirun takes root, and more ranks than cores. PALA's programs see to both where they start it."""
     trial = job.trial
     if trial is not None and trial.refuses_root:
         yield Advice(
-            "You are root, and Open MPI's mpirun refuses: set OMPI_ALLOW_RUN_AS_ROOT=1 and "
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, which is usual in a container; ./launch/train.sh sets them.",
-            stops=True,
+            "You are root, and Open MPI's mpirun refuses. For an mpirun of your own only: set OMPI_ALLOW_RUN_AS_ROOT=1 "
+            "and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, which is usual in a container. `pala train -n` and "
+            "./launch/train.sh set them."
         )
     allocated = int(job.slurm.get("SLURM_NTASKS", 0))  # of which the trial may have wanted more than is right
     if trial is not None and trial.beyond_cores is False and not 0 < allocated < trial.num_beyond:

@@ -583,7 +583,7 @@ def checked_id(env_id: str) -> str:
             raise PalaError(f"'env.id': no environment '{env_id}' is registered; did you mean '{now}'?")
         gymnasium.spec(name)
     except gymnasium.error.Error as error:
-        hint = nearest(name, gymnasium.registry)
+        hint = nearest(name, gymnasium.registry, 0.75)  # ids are alike by their "-v0" alone
         raise PalaError(f"'env.id': no environment '{env_id}' is registered{hint or f' ({error}).'}") from None
     except ImportError as error:
         raise PalaError(f"'env.id' is '{env_id}', but its package cannot be imported: {error}.") from None

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -167,7 +168,11 @@ def _screen_of(rendered: Any) -> Screen:
 
 def _words(error: Exception) -> str:
     known = isinstance(error, (gymnasium.error.Error, ImportError, TypeError))
-    return str(error).rstrip(".") if known else f"{type(error).__name__}: {error}".rstrip(".")
+    words = (str(error) if known else f"{type(error).__name__}: {error}").rstrip(".")
+    draws_by_opengl = "mujoco" in sys.modules or "opengl" in words.lower()
+    if draws_by_opengl and "MUJOCO_GL" not in os.environ:
+        words += ". Without a display, MuJoCo draws if the environment variable `MUJOCO_GL=egl` is set"
+    return words
 
 
 def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]) -> int:

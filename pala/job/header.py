@@ -70,6 +70,8 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
     ]
     if steps:
         lines.insert(2, f"      {steps}")
+    if len(hosts) > job.cores:
+        lines.insert(2, f"      {len(hosts)} ranks share {counted(job.cores, 'core')}")
     if config.exchange.has_groups:
         lines.insert(2, f"      {described(groups)}")
     return "\n".join(lines)

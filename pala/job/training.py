@@ -93,6 +93,7 @@ class Training:
                 self._stop = self._cancel_leaving() if self._comm.outlives_ranks else self._sleep_until_end()
             with traced(trace, "close"):
                 self._close()
+                self._run.report(self._exchange.global_steps)
             completed: tuple[Callable[[], None], ...] = (self._agree, self._average, self._export)
             for phase in completed if self._stop.completes else (self._save_once_more,):
                 with traced(trace, phase.__name__.strip("_")):
@@ -115,7 +116,10 @@ class Training:
             with traced(exchange.trace, "metrics"):
                 run.write(records)
                 self._lead_if_first()
-                run.report(exchange.global_steps)
+                if not exchange.stop.completes:
+                    run.report(exchange.global_steps)
+                elif run.view is not None:  # shown after `close`: by then the other ranks have written their last
+                    run.view.refresh()
             self._call("on_interval", self._callbacks.on_interval, records)
 
         def updated(updates: int) -> None:

@@ -23,7 +23,7 @@ from pala.run.metrics import MetricsWriter, Record, metrics_path, packed_alone
 from pala.run.run_folder import RunRecord
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
-from pala.system.output import log
+from pala.system.output import log, say_death
 from pala.system.tables import flatten
 
 if TYPE_CHECKING:  # torch: a spare that sleeps has not loaded it
@@ -169,7 +169,7 @@ class Run:
         self._take_back_left([rank for rank in living if rank not in left])
         self._note("left_ranks", [rank for rank in gone if rank in left], time_s)
         for rank in self._note("lost_ranks", [rank for rank in gone if rank not in self._noted("left_ranks")], time_s):
-            log(f"[rank {self.rank}] rank {rank} on {self.hosts[rank]} has died; {len(living)} go on.")
+            say_death(self.rank, rank, len(living), self.hosts[rank])
         spares = [rank for rank in sorted(self._trained) if rank >= self.num_trainers]
         for rank in self._note("joined_ranks", spares, time_s):
             log(f"[rank {self.rank}] rank {rank}, a spare, on {self.hosts[rank]} has joined; {len(living)} train.")

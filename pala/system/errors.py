@@ -20,9 +20,9 @@ class PalaError(Exception):
         return [f"pala: error: {self}"]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
-    match = closest(name, known, 0.5)
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string as `closest`."""
+    match = closest(name, known, cutoff)
     return f"; did you mean '{match}'?" if match else ""
 
 

@@ -37,7 +37,7 @@ def why_refused(environment: Mapping[str, str]) -> str:
         counted = f"it starts no more than the tasks that Slurm has allocated, {tasks}. Ask for more by `--ntasks`, or "
     return (
         f"{counted}give mpirun `--map-by :oversubscribe`, or set PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe "
-        "(Open MPI 5), as ./launch/train.sh does."
+        "(Open MPI 5), as `pala train -n` and ./launch/train.sh do."
     )
 
 

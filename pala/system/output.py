@@ -58,6 +58,11 @@ def log(message: str) -> None:
         sys.stderr.flush()
 
 
+def say_death(rank: int, dead: int, num_living: int, host: str = "") -> None:
+    """Print that the rank `dead` has died; one rank says it, the lowest that lives."""
+    log(f"[rank {rank}] rank {dead}{f' on {host}' if host else ''} has died; {num_living} go on.")
+
+
 def print_result(message: str) -> None:
     """Print lines to standard output, at once.
 

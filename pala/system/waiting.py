@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
@@ -11,6 +12,8 @@ from pala.system.output import log
 
 _PATIENCE_AFTER_SIGNAL_S = 10.0
 _COMPLAIN_AFTER_S = 60.0
+TELL_S, SAY_S = 2.0, 20.0
+_MOST_NAMED = 8
 _AWAY_S = 5.0  # looks are milliseconds apart: after a longer gap this process was stopped, perhaps with all others
 
 
@@ -34,6 +37,64 @@ class LongWait:
             log(f"[rank {self._rank}] has waited {self.took_s:.0f} s for {self._what}")
             self._complain_s = self.took_s + _COMPLAIN_AFTER_S
 
+    def fault(self, timeout_s: float) -> str:
+        """Return what to say when a wait of at most `timeout_s` is over."""
+        return (
+            f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here. A run that is not complete "
+            "continues from its newest checkpoint."
+        )
+
+
+class WaitForRanks(LongWait):
+    """A rank's wait until all ranks have come. After a while it tells the others that it waits, and the lowest of those
+    that wait names the ranks that have not come."""
+
+    def __init__(self, rank: int, where: str | None = "") -> None:
+        """`where`: the place in the code that all come to, or None if the wait is expected and nothing is said."""
+        super().__init__()
+        self._rank, self._where = rank, where
+        self._has_told = False
+        self._say_s = SAY_S
+
+    @abstractmethod
+    def tell(self) -> None:
+        """Tell the other ranks that this one waits."""
+
+    @abstractmethod
+    def missing(self) -> Sequence[int]:
+        """Return the living ranks that are not known to wait, sorted."""
+
+    @abstractmethod
+    def is_first(self) -> bool:
+        """Return whether this rank is the lowest that is known to wait."""
+
+    def look(self) -> None:
+        super().look()
+        if self.took_s > TELL_S and not self._has_told:
+            self._has_told = True
+            self.tell()
+        if self.took_s > self._say_s:
+            self._say_s *= 2
+            if self._where is not None and (missing := self.missing()) and self.is_first():
+                place = f" at {self._where}" if self._where else ""
+                log(f"[rank {self._rank}] has waited {self.took_s:.0f} s{place} for {named(missing)}.")
+
+    def fault(self, timeout_s: float) -> str:
+        if not self._where or not (missing := self.missing()):
+            return super().fault(timeout_s)
+        return (
+            f"[rank {self._rank}] has waited {timeout_s:.0f} s at {self._where}, to which {named(missing)} did not "
+            "come: all living ranks must come to it. The job ends here."
+        )
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return the names of some ranks: `rank 3`, `ranks 3, 5 and 60 more`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
+
 
 def wait_asleep(
     done: Callable[[], bool],
@@ -56,14 +117,11 @@ def wait_asleep(
         if interrupt.signal is not None and signalled_s is None:
             signalled_s = wait.took_s
         if timeout_s is not None and wait.took_s > timeout_s:
-            raise EndError(
-                f"The other ranks did not answer within {timeout_s:.0f} s; the job ends here. A run "
-                "that is not complete goes on from the newest checkpoint by `--resume`."
-            )
+            raise EndError(wait.fault(timeout_s))
         if signalled_s is not None and wait.took_s > signalled_s + _PATIENCE_AFTER_SIGNAL_S:
             raise EndError(
-                "The other ranks did not end within 10 s of the signal; a run that is not complete goes on from the "
-                "last checkpoint by `--resume`."
+                "The other ranks did not end within 10 s of the signal; a run that is not complete continues from its "
+                "newest checkpoint."
             )
         sleep(sleep_s)
         sleep_s = min(2 * sleep_s, longest_sleep_s)

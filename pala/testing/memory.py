@@ -122,6 +122,13 @@ class _World:
                 raise _MemberDiedError(", ".join(map(str, sorted(missing & self.gone))))
             return not missing
 
+    def living_in(self, round_: _Round) -> tuple[list[int], list[int]]:
+        """Return the living ranks that have joined a collective of all, and those that have not."""
+        with self.changed:
+            living = [rank for rank in range(self.size) if rank not in self.gone]
+        here = set(round_.given)
+        return [rank for rank in living if rank in here], [rank for rank in living if rank not in here]
+
     def living_have_come(self, round_: _Round, ranks: Iterable[int]) -> bool:
         """Return whether the living of `ranks` have come. Which ones live is decided once, for all."""
         with self.changed:

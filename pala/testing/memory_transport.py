@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pala.comm.base import Packet, Received, Receiver
+from pala.comm.base import Meeting, Packet, Received, Receiver
 from pala.comm.threaded import TICK_S, ThreadedTransport
 from pala.system.interrupt import Interrupt
+from pala.system.waiting import WaitForRanks
 from pala.testing.faults import AtMessage, OnTheWay
 
 if TYPE_CHECKING:
@@ -43,6 +44,24 @@ class Channel:
             wake.set()
 
 
+class _Wait(WaitForRanks):
+    """A rank's wait in a meeting, at which all threads see who has come."""
+
+    def __init__(self, rank: int, where: str | None, living: Callable[[], tuple[list[int], list[int]]]) -> None:
+        """`living`: returns the living ranks that have come, and those that have not."""
+        super().__init__(rank, where)
+        self._living = living
+
+    def tell(self) -> None:
+        """Tell nothing: the others see it."""
+
+    def missing(self) -> list[int]:
+        return self._living()[1]
+
+    def is_first(self) -> bool:
+        return self._living()[0][:1] == [self._rank]
+
+
 class MemoryTransport(ThreadedTransport):
     """Moves messages between threads: at once, if the receiving rank's learner polls or its thread wakes up."""
 
@@ -61,7 +80,7 @@ class MemoryTransport(ThreadedTransport):
         self._world.in_transport.add(self._rank)
         super().start(receiver)
 
-    def meeting(self) -> Callable[[], bool]:
+    def meeting(self, where: str | None) -> Meeting:
         self._num_meetings += 1
         round_ = self._world.join(self._channel, self._num_meetings, self._rank, None)
 
@@ -69,7 +88,7 @@ class MemoryTransport(ThreadedTransport):
             self._comm.end_if_dead()
             return self._world.living_have_come(round_, range(self._world.size))
 
-        return have_come
+        return Meeting(have_come, _Wait(self._rank, where, lambda: self._world.living_in(round_)))
 
     def pause(self, timeout_s: float | None, interrupt: Interrupt) -> None:
         self._num_closings += 1

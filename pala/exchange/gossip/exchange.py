@@ -232,18 +232,20 @@ class GossipExchange(ModelExchange):
         else:
             self._transport.poll_soon()
 
-    def average(self, timeout_s: float | None) -> bool:
+    def average(self, timeout_s: float | None, where: str | None) -> bool:
         """Give all living ranks the average of their models, and let them continue. Collective: returns False if
-        another rank has come to the end instead; then the exchange is closed here, too."""
-        have_come = self._transport.meeting()
+        another rank has come to the end instead; then the exchange is closed here, too.
+
+        `where`: the place in the user's code, for messages; None if a long wait is expected."""
+        meeting = self._transport.meeting(where)
 
         def all_are_here() -> bool:
             self._transport.raise_failure()
             if self._interrupt.signal is not None:
                 self.driver.end(Stop.SIGNAL)
-            return have_come()
+            return meeting.have_come()
 
-        wait_asleep(all_are_here, timeout_s, self._interrupt)
+        wait_asleep(all_are_here, timeout_s, self._interrupt, wait=meeting.wait)
         self.driver.be_quiet(True)
         self._transport.pause(timeout_s, self._interrupt)
         self.driver.restart()

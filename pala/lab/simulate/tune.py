@@ -13,7 +13,10 @@ import dataclasses
 import math
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -27,19 +30,20 @@ from pala.system.command_line import check_least, exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.output import print_result
 from pala.system.resources import loading, prepare
-from pala.system.text import counted
+from pala.system.text import counted, duration
 
 if TYPE_CHECKING:
     from pala.lab.simulate.learn import Learned
 
 _PROGRAM = "pala.tune"
+_EVERY_S = 10.0  # a line of progress
 
 
 @dataclass(frozen=True)
 class Command:
     """Try learning rates on simulated ranks, and say which learned most."""
 
-    environment: Annotated[str, tyro.conf.Positional] = "CartPole-v1"
+    environment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[ENV]")] = "CartPole-v1"
     """Gymnasium id, as `env.id` has it."""
     ranks: int = 4
     """Number of ranks that will train."""
@@ -75,7 +79,26 @@ def parse(arguments: list[str]) -> Command:
     return dataclasses.replace(command, config=config)
 
 
-def _train(command: Command, rate: float, seed: int) -> float:
+class Progress:
+    """Lines that say how far all trainings are, every ten seconds."""
+
+    def __init__(self, trainings: int, total_steps: int) -> None:
+        """`trainings`: number of them; `total_steps`: budget of each."""
+        self._trainings, self._total_steps = trainings, total_steps
+        self._began_s = self._said_s = time.monotonic()
+
+    def show(self, what: str, done: int, steps: int) -> None:
+        """Say so if it is time: `done` trainings, and `steps` of the next one, which is called `what`."""
+        now = time.monotonic()
+        if now < self._said_s + _EVERY_S or steps == 0:
+            return
+        self._said_s = now
+        share = (done + min(steps / self._total_steps, 1.0)) / self._trainings
+        left = duration((now - self._began_s) * (1 - share) / share)
+        print_result(f"PALA  {what}: {steps:,} of {self._total_steps:,} steps; about {left} left for all rates")
+
+
+def _train(command: Command, rate: float, seed: int, on_steps: Callable[[int], None]) -> float:
     """Return the mean return of one training; minus infinity if its steps ruined it. Raises PalaError."""
     from pala.lab.simulate.learn import Conditions, NotFiniteError, learn
 
@@ -84,7 +107,7 @@ def _train(command: Command, rate: float, seed: int) -> float:
     try:
         exchange = config.exchange
         method = exchange.mixing if exchange.kind == "gossip" else exchange.kind
-        learned: Learned = learn(method, config, Conditions(ranks=command.ranks))
+        learned: Learned = learn(method, config, Conditions(ranks=command.ranks), on_steps=on_steps)
     except NotFiniteError:
         return -math.inf
     if not learned.episodes:
@@ -126,10 +149,13 @@ def main() -> None:
     trainings = counted(len(rates) * len(command.seeds), "training")
     print_result(f"PALA  {command.environment}, {counted(command.ranks, 'rank')}, {trainings} of simulated ranks")
     rows: list[_Row] = []
-    for rate in rates:
-        returns = []
+    progress = Progress(len(rates) * len(command.seeds), command.config.total_steps)
+    for number, rate in enumerate(rates):
+        returns: list[float] = []
         for seed in command.seeds:
-            returns.append(_train(command, rate, seed))
+            what = f"rate {number + 1} of {len(rates)}, seed {seed}"
+            done = number * len(command.seeds) + len(returns)
+            returns.append(_train(command, rate, seed, partial(progress.show, what, done)))
             print_result(f"PALA  learning rate {rate:g}, seed {seed}: mean return {returns[-1]:.2f}")
         rows.append((rate, returns))
     print_result("\n" + table(_COLUMNS, rows) + "\n\n" + advice(rows, auto))
