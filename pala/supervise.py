@@ -51,6 +51,7 @@ from pala.system.interrupt import LEAVE, hangup
 from pala.system.jobs import MpiJob, environment_of_jobs
 from pala.system.launcher import Launch
 from pala.system.output import ANNOUNCEMENT, SUPERVISED, log, open_closed_streams
+from pala.system.search_path import refuse_another_pala
 from pala.system.tables import flatten, shown
 from pala.train import Command, parse
 
@@ -177,6 +178,7 @@ class Supervisor:
 
     def supervise(self) -> int:
         """Supervise the run to its end. Returns the exit status. Raises PalaError if another supervises it."""
+        refuse_another_pala()
         first, number = self.run, 1
         while True:
             try:

@@ -472,7 +472,7 @@ def test_options_of_a_reset_reach_gymnasiums_environments():
         envs.close()
 
 
-@pytest.mark.parametrize("options", ["low", "low=f()", "low=1) or f(", "{'low': 1}"])
+@pytest.mark.parametrize("options", ["**{}", "low", "low=f()", "low=1) or f(", "{'low': 1}"])
 def test_options_of_a_reset_that_are_none_are_told(options):
     with pytest.raises(PalaError, match=r"'env.reset_options' is .*: write keys with plain values"):
         make_envs(EnvConfig("CartPole-v1", num_envs=1, reset_options=options))

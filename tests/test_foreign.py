@@ -21,6 +21,8 @@ import pytest
 
 import pala
 from pala.config import EnvConfig
+from pala.doctor import facts
+from pala.doctor.watchdog import Watchdog
 from pala.evaluation import evaluate as evaluate_program
 from pala.evaluation import play as play_program
 from pala.evaluation.scoring import Acting, evaluate
@@ -41,6 +43,7 @@ from pala.run.view import RunView
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.files import write_atomically
 from pala.system.output import log, print_result
+from pala.system.search_path import refuse_another_pala
 from pala.testing.memory import run_ranks
 from pala.train import parse
 from support import REPOSITORY
@@ -323,6 +326,32 @@ def test_a_module_that_is_named_is_found_in_the_working_directory_once_it_is_tru
     for words in (["pala", "evaluate"], ["-m", "pala.evaluate"]):
         ended = python(*words, "run", "--episodes", "1", "--trust-run", cwd=tmp_path)
         assert ended.returncode == 0 and "mean return" in ended.stdout, ended.stderr
+
+
+def test_the_doctor_finds_no_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "it ran"
+    for name in ("mpi4py", "signal", "select"):
+        (tmp_path / f"{name}.py").write_text(HARM.format(mark=str(mark)))
+    monkeypatch.chdir(tmp_path)
+    with Watchdog(0):
+        pass
+    hello = subprocess.run([sys.executable, "-c", facts._HELLO], capture_output=True, text=True, timeout=60)
+    assert hello.stdout == "size 1\n", hello.stderr
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ["pala.py", "pala/__init__.py"])
+def test_processes_of_pala_are_not_started_beside_another_pala(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refuse_another_pala()
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(PalaError, match=f"holds '{name}', which Python would take for PALA"):
+        refuse_another_pala()
+    ended = python("pala", "train", "-n", "1", "quickstart", cwd=tmp_path)
+    assert ended.returncode == 2 and "take for PALA" in ended.stderr, ended.stderr
 
 
 # ---- sizes and text --------------------------------------------------------------------------------------------------

@@ -290,7 +290,8 @@ def _atari_fault() -> str:
 
 
 _TRIAL_S = 60.0  # a job
-_HELLO = "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)"
+# The working directory, which may be a run's folder from elsewhere, is taken off the path first.
+_HELLO = "import sys; sys.path[:] = filter(None, sys.path); from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)"
 _ROOT = ("env", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
 
 

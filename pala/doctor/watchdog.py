@@ -39,7 +39,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._keeper = subprocess.Popen(
-            [sys.executable, "-S", "-c", _KEEPER, str(os.getpid())], stdin=subprocess.PIPE, text=True
+            [sys.executable, "-I", "-S", "-c", _KEEPER, str(os.getpid())], stdin=subprocess.PIPE, text=True
         )
         return self
 

@@ -34,6 +34,8 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(f"f({rest}", mode="eval").body if bracket else ast.Call(ast.Name("f"), [], [])
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args or call.func.id != "f":
             raise ValueError
+        if any(keyword.arg is None for keyword in call.keywords):  # **{...}
+            raise ValueError
         return name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise ValueError(f"{text!r} is no name with plain arguments") from None

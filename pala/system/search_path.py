@@ -35,6 +35,28 @@ def find_own_modules() -> None:
         sys.path.append(here)
 
 
+def refuse_another_pala() -> None:
+    """Raise PalaError if the working directory holds another `pala`, which `python -m pala.train` there would execute.
+
+    To be called before such processes are started. The checkout that PALA was installed from is no other."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from pala.system.errors import PalaError
+
+    here = os.path.realpath(os.curdir)
+    others = [name for name in ("pala.py", "pala/__init__.py") if os.path.exists(name)]  # noqa: PTH110
+    if not others or os.path.realpath(os.path.join(__file__, "../../..")) == here:  # noqa: PTH118
+        return
+    try:
+        source = distribution("pala").read_text("direct_url.json") or ""
+    except PackageNotFoundError:
+        source = ""
+    if f'"file://{here}"' not in source:
+        raise PalaError(
+            f"The current folder holds '{others[0]}', which Python would take for PALA; start this in another folder."
+        )
+
+
 def _is_safe() -> bool:
     """Return whether Python was told (`-P`, PYTHONSAFEPATH; from 3.11 on) to leave the working directory out
     altogether."""

@@ -40,6 +40,7 @@ from pala.system.interrupt import hangup
 from pala.system.jobs import launcher_of, run_job, tail
 from pala.system.output import log, print_result
 from pala.system.resources import physical_cores, usable_cores
+from pala.system.search_path import refuse_another_pala
 from pala.system.text import counted
 
 _PROGRAM = "pala.benchmark"
@@ -139,6 +140,7 @@ def exchange_kinds() -> tuple[str, ...]:
 
 def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     """Measure and write everything; returns the folder and what is in benchmark.json. Raises PalaError."""
+    refuse_another_pala()
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
     output = make_output_folder(command.output, "benchmark")
     options = ("ranks", "rounds", "seconds", "quick", "exchanges", "precisions", "launcher", "slowdown")

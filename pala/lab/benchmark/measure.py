@@ -293,7 +293,7 @@ class Trial:
             records.append(new[-1] | _process_figures() | {"durations_s": durations_s})
 
         self._envs.forget_durations()
-        loop.run(seeds, on_interval, lambda: None)
+        loop.run(self._envs.reset(seeds), on_interval, lambda: None)
         exchange.close(_PATIENCE_S)
         return records
 

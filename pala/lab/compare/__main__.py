@@ -38,6 +38,7 @@ from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 from pala.system.interrupt import hangup
 from pala.system.output import log, print_result
+from pala.system.search_path import refuse_another_pala
 
 _PROGRAM = "pala.compare"
 
@@ -66,6 +67,7 @@ class Command:
 
 def compare(command: Command) -> list[Planned]:
     """Run, collect and report; returns the runs that failed. Raises PalaError."""
+    refuse_another_pala()
     if command.preset is None:
         raise PalaError("Name a preset, such as `pong`; `--help` explains the options.")
     ways = [f"--{way.replace('_', '-')}" for way in ("report_only", "submit", "gather") if getattr(command, way)]
