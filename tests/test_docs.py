@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -55,6 +56,22 @@ def test_anchors_lead_to_headings(page: Path) -> None:
 def test_pages_that_are_named_are_linked(page: Path) -> None:
     without_links = re.sub(r"\[[^\]]*\]\([^)]*\)", "", prose(page))
     assert re.findall(r"docs/\w+\.md", without_links) == []
+
+
+def figures(text: str) -> set[str]:
+    """Return the numbers that have three digits or more which are not zeros at an end."""
+    text = re.sub(r"\]\([^)]*\)|arXiv [\d.]+|`[^`]*`", "", text)
+    found = re.findall(r"(?<![\w.,])(?:\d{1,3}(?:,\d{3})+|\d+\.\d+)(?![\w,.]*\d)", text)
+    return {number for number in found if len(re.sub(r"\D", "", number).strip("0")) >= 3}
+
+
+def test_a_figure_stands_on_one_page() -> None:
+    """Two pages that give the same measurement contradict each other, once one of them is changed."""
+    pages = [page for page in GUIDES if page.name not in ("README.md", "options.md")]  # a summary; generated
+    of = {page.name: figures(prose(page)) for page in pages}
+    twice = {(a, b): of[a] & of[b] for a, b in itertools.combinations(of, 2) if of[a] & of[b]}
+    assert not twice
+    assert figures("0.987, 12,345 or 1,000; Python 3.10, `0.123`, 0.95") == {"0.987", "12,345"}
 
 
 def test_commands_that_are_requeued_trust_the_code_that_they_name() -> None:
