@@ -8,6 +8,7 @@ Its README tells what is checked and what is not.
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ _PROGRAMS = {"check": check.run, "explore": explore.run}
 @exit_on_mistake()
 def main() -> None:
     """Run what the command line names."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once: its processes end with it, and no file is left
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if name in ("", "-h", "--help"):
         print(__doc__)

@@ -87,12 +87,15 @@ def try_in_batches(numbers: range, processes: int = 0, protocol: MakeProtocol = 
     context = multiprocessing.get_context("spawn")
     # Not multiprocessing's Pool: to leave one with tasks in it ends workers by force, which was seen to wait for ever.
     with ProcessPoolExecutor(processes, context, _follow_the_parent) as pool:
-        for tried in pool.map(partial(try_all, protocol=protocol), batches):
-            schedules, events = sofar.schedules + tried.schedules, sofar.events + tried.events
-            sofar = Tried(schedules, events, sofar.faults + tried.faults, tried.failure)
-            yield sofar
-            if tried.failure is not None:
-                return
+        try:
+            for tried in pool.map(partial(try_all, protocol=protocol), batches):
+                schedules, events = sofar.schedules + tried.schedules, sofar.events + tried.events
+                sofar = Tried(schedules, events, sofar.faults + tried.faults, tried.failure)
+                yield sofar
+                if tried.failure is not None:
+                    return
+        finally:  # also if ^C comes before all of them are handed out
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _follow_the_parent() -> None:

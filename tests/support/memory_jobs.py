@@ -129,12 +129,12 @@ class Trained:
         return {key for records in read_run(self.run) for record in records for key in record}
 
     def ended_well(self, but_for: Iterable[int] = ()) -> bool:
-        """Raise what a rank raised that should have completed."""
-        for rank, result in enumerate(self.results):
-            if rank not in but_for:
-                if isinstance(result, BaseException):
-                    raise result
-                assert result.status == "completed"
+        """Raise what a rank raised that should have completed: the cause, rather than that another rank was gone."""
+        results = [result for rank, result in enumerate(self.results) if rank not in but_for]
+        raised = [result for result in results if isinstance(result, BaseException)]
+        for error in sorted(raised, key=lambda error: isinstance(error, EndError)):
+            raise error
+        assert all(result.status == "completed" for result in results)
         return self.record["completed"]
 
     def resume(self, ranks: int, steps: int) -> Trained:
