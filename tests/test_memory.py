@@ -572,6 +572,49 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
     assert job.resume(3, steps=sum(saved_steps(job.states())) + 200).ended_well()
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_left_with_all_it_counted_on_waits_for_another_to_say_that_it_stays(
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Ranks 0 and 1 count on each other. Rank 2 answers when both have left, or never: then the job ends."""
+    leave, say, assure = GossipExchange.leave, GossipDriver.leave, GossipProtocol._assure
+    may, together = set[int](), threading.Barrier(2)
+
+    def leave_with_the_other(gossip: GossipExchange) -> bool:
+        rank = gossip._comm.rank  # type: ignore[attr-defined]
+        may.update([rank] if gossip._state.may_leave else [])
+        if may == {rank}:
+            gossip._interrupt.leave_requested = True  # the next update answers the other
+            return False
+        return leave(gossip)
+
+    def say_together(driver: GossipDriver) -> None:
+        together.wait(60)
+        say(driver)
+
+    def answer(protocol: GossipProtocol, state: GossipState) -> list[Action]:
+        both_left = answers and list(state.living) == [2]
+        return assure(protocol, state) if state.rank < 2 or both_left else []
+
+    def end(comm: MemoryCommunicator, updates: int) -> None:
+        if comm.world.ended == {0, 1}:
+            comm.interrupt.signal = SIGTERM
+
+    monkeypatch.setattr(GossipExchange, "leave", leave_with_the_other)
+    monkeypatch.setattr(GossipDriver, "leave", say_together)
+    monkeypatch.setattr(GossipProtocol, "_assure", answer)
+    config = configure(tmp_path, steps=ENDLESS, patience_s=60.0 if answers else 1.0)
+    job = train(3, config, on_count=both(leave_at(0, 1, update=5), end))
+    said = capsys.readouterr().err
+    if answers:
+        assert [result.status for result in job.results] == ["left", "left", "stopped"], said
+        assert ranks_in(job, "left_ranks") == [0, 1] and job.segment["signal"] == "SIGTERM"
+        assert "the job ends" not in said
+    else:
+        assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
+        assert "but rank 2 reported no usable model: the job ends." in said
+
+
 @pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])
 def test_who_cannot_leave_says_so_and_stays(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     job = train(2, configure(tmp_path, kind, steps=300), on_count=leave_at(1, update=5))

@@ -127,6 +127,9 @@ class GroupedGossip(GossipExchange):
             return super()._may_leave()
         return any(rank != self._comm.rank and not self._is_gone(rank) for rank in self._members)
 
+    def _may_hear_who_stays(self) -> bool:
+        return bool(set(self.living) - set(self._members))
+
     def between_steps(self) -> None:
         if self._is_leading:
             super().between_steps()

@@ -153,6 +153,7 @@ class GossipExchange(ModelExchange):
                 return False
             self.driver.leave()
             self._transport.wait_until_sent(self._patience_s, self._interrupt)
+            self._ask_once_more()
             if self._may_leave() and budget.stop is Stop.NONE:
                 log(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
                 return True
@@ -160,13 +161,19 @@ class GossipExchange(ModelExchange):
             # `close` settles which ranks stayed.
             self._stays = True
         if budget.stop is Stop.NONE:
-            log(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
+            others = [other for other in self.living if other != rank]
+            why = f"{named(others)} reported no usable model" if others else "no other rank trains"
+            log(f"[rank {rank}] was told to leave ({LEAVE.name}), but {why}: the job ends.")
             self.driver.end(Stop.ALL_LEAVE)
         return False
 
     def _may_leave(self) -> bool:
         """Return whether another rank, which stays, has a model of use."""
         return self._state.may_leave
+
+    def _may_hear_who_stays(self) -> bool:
+        """Return whether a rank trains that may yet say that it has a model of use."""
+        return bool(self._state.living)
 
     def _is_assured(self) -> bool:
         """Return whether this rank may leave, and nothing of its models is on its way; if not, ask who stays."""
@@ -310,10 +317,25 @@ class GossipExchange(ModelExchange):
     def _wait_for_the_end(self) -> None:
         """Wait while those who trained may all have been told to leave in the same moment: then they stay, and end the
         job. With the lock held, which is given up meanwhile."""
+        self._wait_with_patience(lambda: False)
+
+    def _ask_once_more(self) -> None:
+        """Where all that this rank counted on have left in the same moment, ask those who train once more."""
+        if self._may_leave() or not self._may_hear_who_stays():
+            return
+        self.driver.wish_to_leave()
+        with self.driver.lock:
+            self._wait_with_patience(lambda: self._may_leave() or not self._may_hear_who_stays())
+        self._transport.wait_until_sent(self._patience_s, self._interrupt)
+
+    def _wait_with_patience(self, done: Callable[[], bool]) -> None:
+        """Wait until `done()` or the end, but not for longer than a silent rank is waited for. With the lock held,
+        which is given up meanwhile."""
         wait = LongWait()
 
         def is_over() -> bool:
-            return self.stop is not Stop.NONE or self._interrupt.signal is not None or wait.took_s >= self._patience_s
+            ends = self.stop is not Stop.NONE or self._interrupt.signal is not None
+            return ends or done() or wait.took_s >= self._patience_s
 
         wait_asleep(is_over, None, self._interrupt, _LOOK_S, wait, self.driver.wait)
 

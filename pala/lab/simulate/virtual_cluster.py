@@ -230,10 +230,16 @@ class VirtualCluster(VirtualNetwork):
         else:
             self._start_update(rank)
 
-    def _go(self, rank: Rank) -> None:
+    def _go(self, rank: Rank, waited_s: float = 0.0) -> None:
+        if rank.number in self.dead or rank.state.budget.stop is not Stop.NONE:
+            return
         if rank.state.may_leave:
             self.die(rank.number)
-        elif rank.number not in self.dead:  # all that it counted on are gone as well
+        elif rank.state.living and waited_s < min(self.scenario.patience_s, 10 * self.scenario.again_s):
+            rank.driver.wish_to_leave()
+            again_s = self.scenario.again_s
+            self._at(self.now + again_s, self._go, rank, waited_s + again_s)
+        else:  # all that it counted on are gone as well
             rank.driver.end(Stop.ALL_LEAVE)
 
     def _advance(self, rank: Rank) -> None:
