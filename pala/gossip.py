@@ -201,7 +201,7 @@ class Gossip:
             if kept.shape != self._mean_move.shape:
                 raise PalaError("Gossip: the state that was loaded is of another model.")
             self._mean_move.copy_(kept)
-        self._momentum = Momentum(flat.learned, settings.momentum, settings.momentum_smoothing, self._mean_move)
+        self._momentum = Momentum(flat.learned, settings.momentum, self._mean_move)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

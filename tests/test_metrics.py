@@ -393,7 +393,6 @@ def test_settings_that_nothing_reads_are_told():
         ("evaluation.epsilon", 0.1, {}, {"algorithm": "gorila"}),
         ("a2c.gradient_clipping", "mean", {"exchange.kind": "allreduce"}, {}),
         ("a2c.gradient_clipping", "mean", {"a2c.max_gradient_norm": 0.0}, {}),
-        ("a2c.momentum_smoothing", 0.9, {"a2c.momentum": 0.0}, {"a2c.momentum": 0.5}),
         ("exchange.top_k_fraction", 0.1, {}, {"exchange.compression": "top_k"}),
         (
             "gorila.rmsprop_alpha", 0.9, {"algorithm": "gorila"},

@@ -17,9 +17,10 @@ from support.learning import BATCH, Run, configured
 from support.memory_jobs import configure, train
 
 
-def by_formula(own_steps: Tensor, exchanged: Tensor, momentum: float, smoothing: float) -> Tensor:
+def by_formula(own_steps: Tensor, exchanged: Tensor, momentum: float) -> Tensor:
     """All x_t [T + 1, P] from the steps of the rank and of the exchange [T, P each], each sum written out:
     x_{t+1} = x_t + own_t + exchanged_t + momentum m_t, with m_t the smoothed mean of x_{s+1} - x_s, s < t."""
+    smoothing = 0.8
     x = [torch.zeros(own_steps.shape[1], dtype=own_steps.dtype)]
     for t, (own, moved) in enumerate(zip(own_steps, exchanged, strict=True)):
         terms = [(1 - smoothing) * smoothing ** (t - 1 - s) * (x[s + 1] - x[s]) for s in range(t)]
@@ -27,9 +28,9 @@ def by_formula(own_steps: Tensor, exchanged: Tensor, momentum: float, smoothing:
     return torch.stack(x)
 
 
-def test_its_settings_are_those_of_the_configuration() -> None:
-    momentum = Run(configured(BATCH, momentum=0.75, momentum_smoothing=0.25)).a2c._momentum
-    assert momentum is not None and (momentum._momentum, momentum._smoothing) == (0.75, 0.25)
+def test_its_setting_is_that_of_the_configuration() -> None:
+    momentum = Run(configured(BATCH, momentum=0.75)).a2c._momentum
+    assert momentum is not None and momentum._momentum == 0.75
 
 
 @pytest.mark.parametrize("block", [blocks._BLOCK, 2])
@@ -38,8 +39,8 @@ def test_the_model_moves_as_the_formula_says(block: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(blocks, "_BLOCK", block)
     own, moved = torch.randn(2, 30, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = torch.zeros(5, dtype=torch.float64)
-    momentum = Momentum(x, 0.75, 0.8)
-    expected = by_formula(own, moved, 0.75, 0.8)
+    momentum = Momentum(x, 0.75)
+    expected = by_formula(own, moved, 0.75)
     for t in range(30):
         momentum.push_()
         x += own[t] + moved[t]
@@ -49,7 +50,7 @@ def test_the_model_moves_as_the_formula_says(block: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
 def test_the_mean_goes_so_many_times_as_far(momentum: float) -> None:
     x = torch.zeros(1, dtype=torch.float64)
-    push = Momentum(x, momentum, 0.8)
+    push = Momentum(x, momentum)
     for _ in range(1000):
         push.push_()
         x += 1
@@ -61,7 +62,7 @@ def test_the_mean_goes_so_many_times_as_far(momentum: float) -> None:
 
 def test_it_starts_anew_with_another_model() -> None:
     x = torch.zeros(3)
-    momentum = Momentum(x, 0.9, 0.5)
+    momentum = Momentum(x, 0.9)
     for _ in range(5):
         momentum.push_()
         x += 1

@@ -27,7 +27,7 @@ def test_every_key_of_the_configuration_is_told_with_its_default_and_meaning() -
     assert list(rows) and set(rows) == set(keys(Config)) == set(flatten(to_table(Config())))
     assert all(len(cells) >= 5 and cells[-1].strip() for cells in rows.values())
     assert rows["a2c.gamma"][1:4] == ["float", "`0.99`", "0 to 1"]
-    assert rows["a2c.momentum_smoothing"][-1].rstrip().endswith("Not read if `a2c.momentum` is `0`.")
+    assert rows["gorila.rmsprop_alpha"][-1].rstrip().endswith('Not read if `gorila.optimiser` is `"adagrad"`.')
     assert 'Read by `exchange.kind` `"gossip"`.' in rows["exchange.mixing"][-1]
     assert "[GALA] Assran et al. 2019" in page
     assert rows["network.conv_channels"][1:3] == ["list of 3 ints", "`[32, 64, 32]`"]

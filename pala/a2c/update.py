@@ -137,7 +137,7 @@ class A2C:
 
             self._mean_move = torch.zeros_like(flat.data)
             mean = self._mean_move[: flat.num_learned]
-            self._momentum = Momentum(self.learned, config.momentum, config.momentum_smoothing, mean)
+            self._momentum = Momentum(self.learned, config.momentum, mean)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

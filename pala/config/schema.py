@@ -137,11 +137,9 @@ class A2CConfig:
     poisoned begin so, too. 0: none [GALA]. Ours (results/mixing/)."""
     momentum: float = setting(0.5, between=(0, 0.999))
     """Quasi-global momentum (arXiv 2102.04761): a rank moves by its own step and by this multiple of the running mean
-    of its model's moves, exchange included. The mean of the models goes 1 / (1 - momentum) times as far; the noise of a
-    rank's own step grows hardly at all. 0 turns it off. With models that are under way for several updates 0.75 learns
-    badly, or nothing. Ours (results/mixing/)."""
-    momentum_smoothing: float = setting(0.8, between=(0, 0.999), unless={"a2c.momentum": (0,)})
-    """Decay of that running mean an update. Ours."""
+    of its model's moves, exchange included (decay 0.8 an update). The mean of the models goes 1 / (1 - momentum) times
+    as far; the noise of a rank's own step grows hardly at all. 0 turns it off. With models that are under way for
+    several updates 0.75 learns badly, or nothing. Ours (results/mixing/)."""
     rmsprop_alpha: float = setting(0.99, between=(0, 0.999999))
     """Decay of the mean square an update [GALA]."""
     rmsprop_epsilon: float = setting(1e-5, between=(1e-15, 1))

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from pala.system.blocks import in_blocks
 
+_DECAY = 0.8  # of the running mean, an update; ours
+
 
 class Momentum:
     """Momentum of one rank's flat parameters. Costs two vectors of memory and no message."""
 
-    def __init__(self, parameters: Tensor, momentum: float, smoothing: float, mean_move: Tensor | None = None) -> None:
+    def __init__(self, parameters: Tensor, momentum: float, mean_move: Tensor | None = None) -> None:
         """`momentum`: the mean of the ranks' models goes 1 / (1 - momentum) times as far as by the own steps alone;
-        `smoothing`: decay of the running mean an update; `mean_move`: the memory of that mean."""
-        self._momentum, self._smoothing = momentum, smoothing
+        `mean_move`: the memory of the running mean."""
+        self._momentum = momentum
         self.mean_move = torch.zeros_like(parameters) if mean_move is None else mean_move  # the running mean, an update
         before = torch.empty_like(parameters)  # the parameters at the last call
         self._has_before = False
@@ -32,7 +34,7 @@ class Momentum:
         for parameters, mean_move, before in self._blocks:
             if self._has_before:
                 torch.sub(parameters, before, out=before)
-                mean_move.mul_(self._smoothing).add_(before, alpha=1 - self._smoothing)
+                mean_move.mul_(_DECAY).add_(before, alpha=1 - _DECAY)
             before.copy_(parameters)
             parameters.add_(mean_move, alpha=self._momentum)
         self._has_before = True

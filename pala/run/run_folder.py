@@ -31,7 +31,7 @@ _EARLIER_DEFAULTS: dict[str, Any] = {
 }
 """Settings of runs before version 0.2 whose `run.json` does not name them."""
 _GONE: dict[str, dict[str, Any]] = {
-    "a2c": {"learning_rate_scaling": "none", "learning_rate_most_scaling": None},
+    "a2c": {"learning_rate_scaling": "none", "learning_rate_most_scaling": None, "momentum_smoothing": 0.8},
     "gorila": {"adagrad_epsilon": 1e-5, "epsilon_first": 1.0, "loss_filter_horizon_updates": 1000},
 }
 """Settings that are gone, each with the value by which training is as it is today; None: any."""

@@ -78,7 +78,7 @@ def train(trial: Trial) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     config = Config(total_steps=TOTAL_STEPS, seed=trial.seed)
-    own = {"learning_rate": trial.rate * BASE_RATE, "momentum": trial.momentum, "momentum_smoothing": 0.8}
+    own = {"learning_rate": trial.rate * BASE_RATE, "momentum": trial.momentum}
     exchange = replace(config.exchange, mixing="paired", exchanges_per_update=max(1, trial.exchanges))
     if trial.variant == "waits":
         exchange = replace(exchange, max_staleness=0)

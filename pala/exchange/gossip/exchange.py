@@ -320,7 +320,7 @@ class GossipExchange(ModelExchange):
         self._wait_with_patience(lambda: False)
 
     def _ask_once_more(self) -> None:
-        """Where all that this rank counted on have left in the same moment, ask those who train once more."""
+        """Ask those who train who stays, if all that this rank counted on have left in the same moment."""
         if self._may_leave() or not self._may_hear_who_stays():
             return
         self.driver.wish_to_leave()
