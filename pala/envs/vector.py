@@ -437,7 +437,10 @@ class _Factory:
     def discard(self, env: gymnasium.Env) -> None:
         """Close an environment that is not needed any more."""
         self._made = [made for made in self._made if made.unwrapped is not env.unwrapped]
-        with contextlib.suppress(Exception, SystemExit), _told_if_it_takes_long():  # if a failure was before, that is told
+        with (
+            contextlib.suppress(Exception, SystemExit),
+            _told_if_it_takes_long(),
+        ):  # if a failure was before, that is told
             env.close()
 
     def close(self) -> None:
