@@ -114,9 +114,11 @@ class Envs:
         self._trace_shown = False
 
     def try_out(self, seed: int) -> None:
-        """Reset and step one environment, before `reset` and a training. Raises PalaError for what fails there: a
-        mistake of the user's, of which `reset` and `step` would make the environment anew."""
-        first = self.vector_env.envs[0] if self._end_processes is None else self.vector_env
+        """Reset and step the first environment once, before training. Raises PalaError for what fails there: a mistake
+        of the user's, which making it anew does not mend."""
+        first: Any = self.vector_env
+        if self._end_processes is None:
+            first = first.envs[0]
         first.try_out(seed)
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
@@ -437,10 +439,8 @@ class _Factory:
     def discard(self, env: gymnasium.Env) -> None:
         """Close an environment that is not needed any more."""
         self._made = [made for made in self._made if made.unwrapped is not env.unwrapped]
-        with (
-            contextlib.suppress(Exception, SystemExit),
-            _told_if_it_takes_long(),
-        ):  # if a failure was before, that is told
+        # If a failure was before, that is told.
+        with contextlib.suppress(Exception, SystemExit), _told_if_it_takes_long():
             env.close()
 
     def close(self) -> None:
