@@ -393,6 +393,16 @@ def test_a_spare_that_was_told_to_leave_in_its_sleep_is_replaced() -> None:
     assert [rank.number for rank in cluster.living if rank.asleep] == [3]
 
 
+def test_who_left_as_training_ends_trains_no_more() -> None:
+    """It counted as one that trains, beside the spare in its place."""
+    check(schedule(1_000_152))
+
+
+def test_who_leaves_hears_of_the_death_of_who_assured_it() -> None:
+    """Its news cannot arrive there. It went with the last usable model, as if the news had come."""
+    check(schedule(1_017_975))
+
+
 def test_a_failure_says_how_to_see_it_again() -> None:
     failure = try_all(range(0, 200, 2), protocol=KeepsTheWeightItSends).failure
     assert failure is not None

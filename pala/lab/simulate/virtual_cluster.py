@@ -232,10 +232,12 @@ class VirtualCluster(VirtualNetwork):
 
     def _go(self, rank: Rank, waited_s: float = 0.0) -> None:
         again_s, budget = self.scenario.again_s, rank.state.budget
-        if rank.state.may_leave:
-            self.die(rank.number)
-        elif rank.number in self.dead:
+        if rank.number in self.dead:
             return
+        if not self.dead.isdisjoint(budget.present):  # its news cannot arrive there, so it hears of the death first
+            self._at(self.now + self.scenario.control_s[1], self._go, rank, waited_s)
+        elif rank.state.may_leave:
+            self.die(rank.number)
         elif budget.living and budget.stop is Stop.NONE and waited_s < min(self.scenario.patience_s, 10 * again_s):
             rank.driver.wish_to_leave()
             self._at(self.now + again_s, self._go, rank, waited_s + again_s)
