@@ -592,6 +592,23 @@ def test_without_tensorboards_files_training_goes_on(run, monkeypatch, capsys):
         assert capsys.readouterr().err.count("cannot be written any more: No space left on device. Training") == 1
 
 
+def test_tensorboards_thread_prints_no_traceback(run, monkeypatch, capsys):
+    """The fault reaches who adds the next value."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    figures(run)
+    reporter = Reporter(run, ranks=2, budget_steps=4_000_000, console="none", tensorboard=True)
+    monkeypatch.setattr(RecordWriter, "write", full)
+    reporter.report(400_000)
+    reporter.close()
+    said = capsys.readouterr().err
+    assert said.count("cannot be written any more: No space left on device. Training") == 1
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(("begin", "kept"), [(2000, [1000, 2000]), (0, []), (None, [1000, 2000, 3000])])
 def test_tensorboard_forgets_what_was_lost(run, begin, kept):
     """Of a run that goes on from so many steps; another rank that leads has lost nothing."""

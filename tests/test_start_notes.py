@@ -74,3 +74,20 @@ def test_open_mpi_finds_its_own_words(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 3 and "Sorry" not in done.stdout + done.stderr
+
+
+def test_an_abort_that_returns_shows_no_traceback(tmp_path: Path) -> None:
+    """As MPICH's did before its launcher killed the rank."""
+    code = """if True:
+        from types import SimpleNamespace
+        from pala.comm.mpi_process import abort
+        from pala.system.errors import EndError
+
+        ended = []
+        mpi = SimpleNamespace(Abort=ended.append)
+        comm = SimpleNamespace(mpi=mpi, rank=0, is_alone=lambda: False)
+        abort(comm, EndError("The disk is full."))
+    """
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "pala: error: The disk is full.\n")

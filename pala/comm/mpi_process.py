@@ -227,8 +227,7 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         log(f"pala: error: {error}")
     elif is_death(error):
         log(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
-        time.sleep(_READ_S)
-        comm.mpi.Abort(1)
+        _end_job(comm, 1)
     elif isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in _FULL):
         why, mend = reason(error), "make room" if error.errno in _FULL else "mend that"
         then = "then continue from the newest checkpoint"
@@ -240,6 +239,11 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)
         time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
+    _end_job(comm, status)
+
+
+def _end_job(comm: MpiCommunicator, status: int) -> NoReturn:
+    """End the job on all ranks. MPICH's MPI_Abort may return before its launcher kills this process."""
     time.sleep(_READ_S)
     comm.mpi.Abort(status)
-    raise error  # not reached
+    _exit_at_once(status)
