@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -43,9 +44,8 @@ class TensorBoard:
         """`begin_steps`: steps of all ranks; events of later steps were lost with an earlier job. None: all count."""
         from torch.utils.tensorboard import SummaryWriter  # by the first rank alone, and only where it is asked for
 
-        before = threading.enumerate()
+        _hide_full_disk()
         self._writer = SummaryWriter(str(folder), purge_step=None if begin_steps is None else begin_steps + 1)
-        _hide_full_disk([thread for thread in threading.enumerate() if thread not in before])
 
     def add(self, view: RunView, global_steps: int) -> None:
         """Add one value for each tag: means over ranks of their last intervals."""
@@ -88,13 +88,15 @@ class TensorBoard:
         self._writer.close()
 
 
-def _hide_full_disk(writers: Collection[threading.Thread]) -> None:
-    """Print no traceback when one of these threads cannot write: it passes its OSError on to who adds the next value,
-    and that is reported."""
+@cache
+def _hide_full_disk() -> None:
+    """Print no traceback, from now on, when a thread of TensorBoard's cannot write: it passes its OSError on to who
+    adds the next value, and that is reported."""
     usual = threading.excepthook
 
     def hook(arguments: threading.ExceptHookArgs) -> None:
-        if not (arguments.thread in writers and isinstance(arguments.exc_value, OSError)):
+        is_tensorboards = type(arguments.thread).__module__.startswith("tensorboard.")
+        if not (is_tensorboards and isinstance(arguments.exc_value, OSError)):
             usual(arguments)
 
     threading.excepthook = hook
