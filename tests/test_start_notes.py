@@ -85,7 +85,7 @@ def test_an_abort_that_returns_shows_no_traceback(tmp_path: Path) -> None:
 
         ended = []
         mpi = SimpleNamespace(Abort=ended.append)
-        comm = SimpleNamespace(mpi=mpi, rank=0, is_alone=lambda: False)
+        comm = SimpleNamespace(mpi=mpi, rank=0, size=2, num_dead=0, is_alone=lambda: False)
         abort(comm, EndError("The disk is full."))
     """
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}

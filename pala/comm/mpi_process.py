@@ -256,7 +256,11 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
 
 
 def _end_job(comm: MpiCommunicator, status: int) -> NoReturn:
-    """End the job on all ranks. MPICH's MPI_Abort may return before its launcher kills this process."""
+    """End the job on all ranks.
+
+    MPICH's MPI_Abort may return before its launcher kills this process. When Open MPI's last rank that lives aborts,
+    mpirun ends with status 0 (5.0.11), so that rank exits."""
     time.sleep(_READ_S)
-    comm.mpi.Abort(status)
+    if not 0 < comm.num_dead == comm.size - 1:
+        comm.mpi.Abort(status)
     _exit_at_once(status)
