@@ -626,24 +626,32 @@ def raises(env: gymnasium.Env) -> None:
     raise ValueError("no level")
 
 
+def raises_in_a_step() -> None:
+    """Stand for `raises` in the first step."""
+
+
 @pytest.mark.parametrize(
     ("first", "sentence"),
     [
         (lambda: np.zeros(2, bool), "gives an action mask that allows no action"),
         (lambda: np.ones(3, bool), r"gives action masks, but one has the shape \(3,\)"),
         (lambda: np.full(2, np.nan), "gives action masks, but one has other numbers than 0 and 1"),
-        (raises, "fails in its first reset: 'reset' raised ValueError: no level"),
+        (raises, "fails at the start: 'reset' raised ValueError: no level"),
+        (raises_in_a_step, "fails at the start: 'step' raised ValueError: no level"),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_is_wrong_in_the_first_reset_is_a_mistake_of_all_ranks_that_leaves_no_run(
+def test_what_is_wrong_in_the_first_reset_or_step_is_a_mistake_of_all_ranks_that_leaves_no_run(
     first: Callable[..., Any], sentence: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     class Own(gymnasium.Wrapper):
         def reset(self, **arguments: Any) -> Any:
             return raises(self) if first is raises else super().reset(**arguments)
 
-        if first is not raises:
+        def step(self, action: Any) -> Any:
+            return raises(self) if first is raises_in_a_step else super().step(action)
+
+        if first not in (raises, raises_in_a_step):
 
             def action_masks(self) -> Any:
                 return first()
@@ -682,10 +690,18 @@ class Unready(gymnasium.Wrapper):
 def test_a_run_of_gorila_without_an_update_says_that_it_learned_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """All its rewards are NaN, so that each step is a failure and nothing comes into a replay."""
+    """All its rewards after the start are NaN, so that each step is a failure and nothing comes into a replay."""
+    tried_out: set[str] = set()
+
+    def spoiled(reward: Any) -> Any:
+        rank = threading.current_thread().name
+        if rank in tried_out:
+            return float("nan")
+        tried_out.add(rank)
+        return reward
 
     def make_env() -> gymnasium.Env:
-        return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda reward: float("nan"))
+        return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), spoiled)
 
     config = gorila(tmp_path)
     ranks = Ranks(2, replace(config, env=replace(config.env, restarts=10**6)), make_env=make_env)
@@ -693,6 +709,44 @@ def test_a_run_of_gorila_without_an_update_says_that_it_learned_nothing(
     assert ranks.record["completed"]
     said = capsys.readouterr().err
     assert said.count("No rank made an update in the ") == 1 and "'rewards_not_finite'" in said
+
+
+class Busy(gymnasium.Wrapper):
+    """CartPole whose next resets fail, as often as `left` says."""
+
+    left = 0
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+
+    def reset(self, **arguments: Any) -> Any:
+        if Busy.left > 0:
+            Busy.left -= 1
+            raise ConnectionError("the simulator is busy")
+        return super().reset(**arguments)
+
+
+@pytest.mark.parametrize(("failures", "is_scored"), [(3, True), (4, False)])
+def test_an_evaluation_whose_environment_fails_at_once_makes_it_anew_or_says_how_to_evaluate_later(
+    failures: int, is_scored: bool, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(comm: MemoryCommunicator, *rest: Any) -> Any:
+        monkeypatch.setattr(Busy, "left", failures)
+        return conclusion.conclude(*rest)
+
+    config = replace(configure(tmp_path, steps=200), evaluation=EvaluationConfig(episodes=2, num_envs=1))
+    ranks = Ranks(2, config, busy, make_env=Busy)
+    ranks.train()
+    assert ranks.record["completed"] and [result.exit_status for result in ranks.results] == [0, 0]
+    concluded = ranks.segment["conclusion"]["evaluation"]
+    assert (concluded == "done") == is_scored and (tmp_path / "r/policy.safetensors").exists()
+    said = capsys.readouterr()
+    assert said.err.count("Traceback") == 1
+    if is_scored:
+        assert "'reset' raised ConnectionError: the simulator is busy" in said.err
+    else:
+        assert "has failed 4 times" in concluded and "raised ConnectionError: the simulator is busy" in concluded
+        assert f"; `python -m pala.evaluate {tmp_path / 'r'} --trust-run` makes up for it" in said.out
 
 
 @pytest.mark.slow

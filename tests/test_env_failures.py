@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import multiprocessing
 import os
@@ -280,6 +281,28 @@ class _NotFiniteFirst(Plain):
         return np.full(2, np.nan, np.float32)
 
 
+class _StepsWrongly(Plain):
+    def step(self, action):
+        raise ValueError("level file not found.")
+
+
+class _DiesInAStep(Plain):
+    def step(self, action):
+        os._exit(3)
+
+
+class _IsCancelled(Plain):
+    def step(self, action):
+        raise asyncio.CancelledError
+
+
+class _OfFour(Plain):
+    """Of Gym before 0.26, with a wrapper of Gymnasium's around it."""
+
+    def step(self, action):
+        return super().step(action)[1:]
+
+
 @pytest.mark.parametrize(
     ("make_env", "vectorization", "sentence"),
     [
@@ -287,17 +310,136 @@ class _NotFiniteFirst(Plain):
         (_RaisesFirst, "async", r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
         (_DiesFirst, "async", r"its process has ended \(status 3\)\."),
         (_NotFiniteFirst, "sync", r"'reset' returned an observation that is not finite\."),
+        (_StepsWrongly, "sync", r"'step' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
+        (_StepsWrongly, "async", r"'step' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
+        (_DiesInAStep, "async", r"its process has ended \(status 3\)\."),
+        (_IsCancelled, "async", r"it raised CancelledError \(.*\.py, line \d+\)\."),
+        (with_value(1, np.nan), "sync", r"'step' returned a reward that is not finite: nan\."),
+        (
+            lambda: gymnasium.wrappers.TimeLimit(_OfFour(), 9),
+            "sync",
+            r"'step' raised ValueError: .*; 'step' must return \(observation, reward, terminated, truncated, info\)\.",
+        ),
     ],
 )
-def test_a_failure_in_the_first_reset_is_told_and_no_environment_made_anew(make_env, vectorization, sentence, capfd):
+def test_what_fails_as_it_is_tried_out_is_told_and_no_environment_made_anew(make_env, vectorization, sentence, capfd):
     with (
-        pytest.raises(
-            PalaError, match=rf"^The environment '{make_env.__name__}' fails in its first reset: {sentence}$"
-        ),
+        pytest.raises(PalaError, match=rf"^The environment '\w+' fails at the start: {sentence}$"),
         make_envs(EnvConfig(num_envs=2, vectorization=vectorization), make_env=make_env) as envs,
     ):
-        envs.reset(SEEDS)
+        envs.try_out(5)
     assert not capfd.readouterr().err and not multiprocessing.active_children()
+
+
+@KINDS
+@pytest.mark.parametrize("number", [0, 9, 17])
+def test_faults_show_as_an_environment_is_tried_out(number, vectorization, capfd):
+    make_env, sentence = FAULTS[number]
+    with (
+        pytest.raises(PalaError, match=sentence),
+        make_envs(EnvConfig(num_envs=2, vectorization=vectorization), make_env=make_env) as envs,
+    ):
+        envs.try_out(5)
+    assert not capfd.readouterr().err and not multiprocessing.active_children()
+
+
+@KINDS
+def test_an_environment_that_was_tried_out_plays_as_one_that_was_not(vectorization):
+    class Random(Plain):
+        def look(self):
+            return np.array([self.steps, self.np_random.random()], np.float32)
+
+    def observations(tried: bool) -> np.ndarray:
+        with make_envs(EnvConfig(num_envs=2, vectorization=vectorization), make_env=Random) as envs:
+            if tried:
+                envs.try_out(7)
+            first = envs.reset(SEEDS)
+            steps = [envs.step(np.zeros(2, np.int64)) for _ in range(5)]
+            assert [len(step.episodes) for step in steps] == [0, 0, 0, 2, 0] and envs.num_failures == 0
+            assert steps[3].episodes[0].length_steps == 4
+            return np.stack([first, *(step.observations for step in steps)])
+
+    np.testing.assert_array_equal(observations(True), observations(False))
+
+
+@KINDS
+def test_a_first_reset_that_fails_once_is_made_good_by_a_new_environment(vectorization, tmp_path, capfd):
+    """As of an evaluation, or a spare: others of the kind have played."""
+    failed = tmp_path / "failed"
+
+    class FailsOnce(Plain):
+        def reset(self, *, seed=None, options=None):
+            if not failed.exists():
+                failed.touch()
+                raise ConnectionError("the simulator is busy")
+            return super().reset(seed=seed)
+
+    with make_envs(EnvConfig(num_envs=1, vectorization=vectorization), make_env=FailsOnce) as envs:
+        steps = play(envs, 4)
+        assert envs.num_failures == 1 and steps[3].episodes[0].episode_return == 4
+    said = capfd.readouterr().err
+    assert said.count("'reset' raised ConnectionError: the simulator is busy") == said.count("Traceback") == 1
+
+
+@KINDS
+def test_a_new_environment_that_breaks_the_interface_at_once_is_made_anew_as_well(vectorization, tmp_path):
+    made = tmp_path / "made"
+    made.write_text("")
+
+    class OfNothing(Raising):
+        def __init__(self):
+            made.write_text(made.read_text() + "+")
+            self.number = len(made.read_text()) - (vectorization == "async")  # whose first is for its spaces
+
+        def step(self, action):
+            values = super().step(action)
+            return None if self.number == 2 else values
+
+    with make_envs(EnvConfig(num_envs=1, vectorization=vectorization), make_env=OfNothing) as envs:
+        envs.reset(SEEDS[:1])
+        steps = [envs.step(np.array([action])) for action in (0, 1, 0, 0, 0, 0, 0)]
+    assert [step.failed.item() for step in steps] == [False, True, True, False, False, False, False]
+    assert steps[6].episodes[0].episode_return == 4
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError("gone"), BaseException("odd")])
+def test_exceptions_that_are_no_errors_are_told_as_others_from_a_process(error, capfd):
+    class Odd(Raising):
+        def how(self):
+            raise error
+
+    with (
+        pytest.raises(
+            PalaError, match=rf"has failed 3 times .*; the last time it raised {type(error).__name__}.* line"
+        ),
+        make_envs(EnvConfig(num_envs=1, restarts=2, vectorization="async"), make_env=Odd) as envs,
+    ):
+        envs.reset(SEEDS[:1])
+        for action in (0, 1, 0, 1, 1):
+            assert envs.step(np.array([action])).failed[0] == action
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 1 and said.count("It is made anew") == 2 and said.count("\n") < 15
+    assert not multiprocessing.active_children()
+
+
+def exits_at_once() -> None:
+    raise SystemExit("no licence")
+
+
+@KINDS
+def test_an_environment_that_ends_the_process_as_it_is_made_or_closed_ends_no_rank(vectorization, capfd):
+    with pytest.raises(PalaError, match=r"cannot be made \(SystemExit: no licence; .*line \d+\)"):
+        make_envs(EnvConfig(num_envs=1, vectorization=vectorization), make_env=exits_at_once)
+
+    class Exits(Raising):
+        def close(self):
+            exits_at_once()
+
+    with make_envs(EnvConfig(num_envs=1, vectorization=vectorization), make_env=Exits) as envs:
+        envs.reset(SEEDS[:1])
+        assert envs.step(np.array([1])).failed[0]
+    said = capfd.readouterr().err
+    assert "cannot be closed (SystemExit: no licence)" in said and said.count("Traceback") == 1
 
 
 def test_an_environment_that_takes_another_s_place_plays_other_episodes_and_a_repeatable_one():

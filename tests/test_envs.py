@@ -381,7 +381,7 @@ def test_what_an_environment_in_its_process_raises_is_shown_and_named(capfd):
 
     envs = make_envs(EnvConfig(num_envs=1, vectorization="async", restarts=0), make_env=Breaking)
     envs.reset(np.zeros(1, np.int32))
-    with pytest.raises(PalaError, match=r"'Breaking' has failed once.*'step' raised OddError: .*5% gone %d.*, line \d"):
+    with pytest.raises(PalaError, match=r"'Breaking' has failed: 'step' raised OddError: .*5% gone %d.*, line \d"):
         envs.step(np.zeros(1, int))
     envs.abandon()
     trace = capfd.readouterr().err

@@ -346,7 +346,7 @@ def test_when_all_ranks_fail_the_run_is_not_complete(any_mpi: Launcher, tmp_path
                 raise RuntimeError("the planted fault")"""
     job = start_disturbed(any_mpi, 3, disturbance, "--env.restarts", "0", *ENDLESS, cwd=tmp_path).wait()
     for rank in range(3):
-        assert f"pala: error: [rank {rank}] The environment 'CartPole-v1' has failed once" in job.output, job.output
+        assert f"pala: error: [rank {rank}] The environment 'CartPole-v1' has failed: " in job.output, job.output
     record = record_of(tmp_path / "runs/r")
     assert not record["completed"] and record["segments"][0]["status"] == "failed"  # whatever mpirun's status says
     assert [lost["rank"] for lost in record["segments"][0]["lost_ranks"]] == [0, 1]

@@ -19,7 +19,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 import pala
 from pala.a2c.update import A2C, Rollout
 from pala.config import A2CConfig, Config, EnvConfig, EvaluationConfig, GorilaConfig, NetworkConfig, RunConfig
-from pala.envs.masks import MaskReader
+from pala.envs.masks import MaskReader, an_action
 from pala.envs.vector import make_envs
 from pala.evaluation.policy import load_policy
 from pala.evaluation.video import _film
@@ -75,6 +75,35 @@ def test_a_mask_that_lacks_later_is_an_error() -> None:
         envs.step(envs.action_masks.argmax(-1))
         with pytest.raises(PalaError, match=r"'Fickle' must give an action mask .* but a mask is missing"):
             envs.step(envs.action_masks.argmax(-1))
+
+
+def test_a_mask_that_lacks_in_the_first_step_shows_as_an_environment_is_tried_out() -> None:
+    with (
+        make_envs(EnvConfig("x", num_envs=1), make_env=lambda: Unmasked(INFO(), first=1)) as envs,
+        pytest.raises(PalaError, match=r"'Fickle' must give an action mask .* but a mask is missing"),
+    ):
+        envs.try_out(3)
+
+
+@pytest.mark.parametrize(
+    ("space", "mask"),
+    [
+        (Discrete(3, start=5), [0, 0, 1]),
+        (MultiDiscrete([2, 3], start=[4, -1]), [0, 1, 0, 0, 1]),
+        (MultiDiscrete([[2, 3], [1, 2]]), [0, 1, 0, 1, 1, 1, 0, 1]),
+        (MultiDiscrete([[2, 3], [1, 2]]), None),
+        (gymnasium.spaces.MultiBinary([2, 2]), None),
+        (Box(2, 3, (2,)), None),
+    ],
+)
+def test_an_environment_is_tried_out_with_an_action_that_is_allowed(space: Any, mask: Any) -> None:
+    allowed = None if mask is None else np.array(mask, bool)
+    action = an_action(space, allowed)
+    assert space.contains(action) and np.array_equal(action, an_action(space, allowed))
+    if allowed is not None:
+        sizes = np.atleast_1d(space.n if isinstance(space, Discrete) else space.nvec).reshape(-1)
+        starts = np.cumsum(sizes) - sizes
+        assert allowed[starts + np.reshape(action - space.start, -1)].all()
 
 
 def test_environments_of_which_some_give_masks_are_an_error() -> None:

@@ -140,17 +140,26 @@ class Own(gymnasium.Wrapper):
         return super().reset(**arguments)
     def action_masks(self):
         return numpy.zeros(2, bool)
+class OfGym(gymnasium.Wrapper):
+    def step(self, action):
+        return super().step(action)[1:]
 for name in ("Masked-v0", "Raises-v0"):
     gymnasium.register(name, lambda **more: Own(gymnasium.make("CartPole-v1").unwrapped))
+gymnasium.register("OfGym-v0", lambda **more: OfGym(gymnasium.make("CartPole-v1").unwrapped))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("name", "sentence"), [("Masked-v0", "an action mask that allows no action"), ("Raises-v0", "raised ValueError")]
+    ("name", "sentence"),
+    [
+        ("Masked-v0", "an action mask that allows no action"),
+        ("Raises-v0", "'reset' raised ValueError"),
+        ("OfGym-v0", "'step' of the environment 'OfGym-v0' breaks Gymnasium's interface"),
+    ],
 )
-def test_mistakes_of_the_first_reset_are_one_sentence(
+def test_mistakes_of_the_first_reset_or_step_are_one_sentence(
     ranks: int, name: str, sentence: str, any_mpi: Launcher, tmp_path: Path
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)

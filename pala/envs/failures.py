@@ -1,9 +1,12 @@
 """Environments that fail: they are made anew, and their rank trains on (`env.restarts`).
 
 An environment fails that raises an error, breaks the interface after its first step, or gives a reward or an
-observation that is not finite; in a process of its own also one whose process dies or does not answer
-(`processes.py`). A new one takes its place and begins an episode. The step in which it failed is no transition, and
-the episode that it cut is in no return. A failure in the first reset is a mistake of the start.
+observation that is not finite; in a process of its own also one that raises another exception, or whose process dies
+or does not answer (`processes.py`). A new one takes its place and begins an episode. The step in which it failed is no
+transition, and the episode that it cut is in no return.
+
+Before a training begins, each rank tries out its first environment by a reset and a step. A failure there is a mistake
+of the start, which making it anew does not mend.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ from pala.system.seeding import derive
 
 FAILURES = "failures"  # key of an info: list of the failures since the last answer
 _FRAMES = 3  # of a traceback
-_DAEMON = "daemonic processes are not allowed to have children"
-_NO_CHILDREN = (
-    "; an environment in a process of its own cannot start others by multiprocessing: take 'env.vectorization' 'sync', "
-    "or start them by subprocess"
-)
+_ADVICE = {
+    "daemonic processes are not allowed to have children": (
+        "an environment in a process of its own cannot start others by multiprocessing: take 'env.vectorization' "
+        "'sync', or start them by subprocess"
+    ),
+    "not enough values to unpack (expected 5, got 4)": (  # of Gymnasium's wrappers, of which `make` adds some
+        "'step' must return (observation, reward, terminated, truncated, info)"
+    ),
+}  # by what an exception says
 
 
 class Failure(NamedTuple):
@@ -46,30 +53,31 @@ class FailedTooOftenError(PalaError):
     @classmethod
     def after(cls, failure: Failure, times: int, name: str, restarts: int) -> FailedTooOftenError:
         """Make the error for the last of `times` failures in a row of the environment `name`."""
-        often = "once" if times == 1 else f"{times} times without a whole episode in between"
+        if restarts == 0:
+            return cls(f"The environment '{name}' has failed: {failure.text.rstrip('.')}.", failure.trace)
         text = (
-            f"The environment '{name}' has failed {often}, and 'env.restarts' is {restarts}; the last time "
-            f"{failure.text}"
+            f"The environment '{name}' has failed {times} times without a whole episode in between, and 'env.restarts' "
+            f"is {restarts}; the last time {failure.text}"
         )
         return cls(text if text.endswith(".") else f"{text}.", failure.trace)
 
 
 def failure_of(what: str, error: BaseException) -> Failure:
     """Return the failure that an exception in `what` is; the text names its place."""
-    advice = _NO_CHILDREN if _DAEMON in str(error) else ""
+    advice = "".join(f"; {advice}" for said, advice in _ADVICE.items() if said in str(error))
     if isinstance(error, (EnvFaultError, PalaError)):  # it says all
         return Failure(str(error).rstrip(".") + advice)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-_FRAMES, chain=False))
     words = " ".join(str(error).split())
-    return Failure(f"{what} raised {type(error).__name__}: {words}{place}{advice}", trace)
+    said = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return Failure(f"{what} raised {said}{place}{advice}", trace)
 
 
-def error_of_first_reset(failure: Failure, name: str) -> PalaError:
-    """Make the error for a failure in the first reset of the environment `name`: a mistake of the start, which making
-    it anew does not mend."""
-    return PalaError(f"The environment '{name}' fails in its first reset: {failure.text.rstrip('.')}.")
+def error_of_start(failure: Failure, name: str) -> PalaError:
+    """Make the error for a failure of the environment `name` when it is tried out."""
+    return PalaError(f"The environment '{name}' fails at the start: {failure.text.rstrip('.')}.")
 
 
 def seed_after(seed: int | None, renewals: int) -> int | None:

@@ -35,11 +35,11 @@ class _FaultError(Exception):
 
 class Checked(gymnasium.Wrapper):
     """Wrapper around the user's environment with its wrappers. Raises PalaError for a fault in the first reset or step,
-    `EnvFaultError` for one after that."""
+    `EnvFaultError` for one after that, and for each of an environment that takes another's place."""
 
-    def __init__(self, env: gymnasium.Env, name: str) -> None:
+    def __init__(self, env: gymnasium.Env, name: str, is_anew: bool) -> None:
         super().__init__(env)
-        self._name = name
+        self._name, self._is_anew = name, is_anew
         self._was_reset = self._was_stepped = False
         self._is_box = isinstance(env.observation_space, Box)
         self._form: tuple[Any, Any] = (None, None)  # shape and dtype of an observation of a Box that was right
@@ -93,7 +93,7 @@ class Checked(gymnasium.Wrapper):
                 f"'{what}' of the environment '{self._name}' breaks Gymnasium's interface: expected {fault.expected}, "
                 f"but got {fault.got}. {fault.advice}"
             )
-            raise (PalaError if is_first else EnvFaultError)(text) from None
+            raise (PalaError if is_first and not self._is_anew else EnvFaultError)(text) from None
 
 
 def _layers(env: Any) -> Iterator[Any]:

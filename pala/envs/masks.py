@@ -11,6 +11,7 @@ MultiDiscrete actions it is an array for each choice, in a tuple, or all of them
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -59,15 +60,31 @@ class MaskReader:
         return flat
 
 
+def missing(name: str, are_expected: bool) -> PalaError:
+    """Make the error for the environment `name` that gives masks at times; `are_expected`: its first reset gave one."""
+    what = "a mask is missing" if are_expected else "one came later"
+    return PalaError(
+        f"The environment '{name}' must give an action mask after every reset and step or never, but {what}: the first "
+        "reset decides."
+    )
+
+
+def an_action(space: gymnasium.Space, mask: np.ndarray | None) -> Any:
+    """Return an action that `mask`, bool [A], allows; None: all are allowed."""
+    if mask is None:
+        drawn = copy.deepcopy(space)
+        drawn.seed(0)
+        return drawn.sample()
+    sizes = _sizes(space)
+    first = np.array([part.argmax() for part in np.split(mask, np.cumsum(sizes)[:-1])])
+    action: np.ndarray = first.reshape(space.shape) + space.start  # type: ignore[attr-defined]
+    return action.astype(space.dtype)
+
+
 def joined(masks: Any, space: gymnasium.Space) -> tuple[np.ndarray, np.ndarray]:
     """Return one mask, or a batch of them, as bool [..., A], and where each choice begins in it. Raises ValueError for
     what is no mask of this space."""
-    if isinstance(space, gymnasium.spaces.Discrete):
-        sizes = np.array([space.n])
-    elif isinstance(space, gymnasium.spaces.MultiDiscrete):
-        sizes = space.nvec.reshape(-1)
-    else:
-        raise ValueError(f"its actions are {space}, and only Discrete and MultiDiscrete ones can be masked")
+    sizes = _sizes(space)
     is_apart = isinstance(masks, tuple) and len(masks) == len(sizes) and np.ndim(masks[0]) > 0
     flat = np.concatenate(masks, -1) if is_apart else np.asarray(masks)
     if flat.shape[-1:] != (sizes.sum(),):
@@ -75,3 +92,12 @@ def joined(masks: Any, space: gymnasium.Space) -> tuple[np.ndarray, np.ndarray]:
     if not ((flat == 0) | (flat == 1)).all():
         raise ValueError("one has other numbers than 0 and 1")
     return flat.astype(bool), np.cumsum(sizes) - sizes
+
+
+def _sizes(space: gymnasium.Space) -> np.ndarray:
+    """Return how many actions each choice has. Raises ValueError for a space that cannot be masked."""
+    if isinstance(space, gymnasium.spaces.Discrete):
+        return np.array([space.n])
+    if isinstance(space, gymnasium.spaces.MultiDiscrete):
+        return np.asarray(space.nvec.reshape(-1))
+    raise ValueError(f"its actions are {space}, and only Discrete and MultiDiscrete ones can be masked")

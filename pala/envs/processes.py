@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, clear_mpi_env_vars, iterate
 
-from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, error_of_first_reset, failure_of, seed_after
+from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, error_of_start, failure_of, seed_after
 from pala.envs.renewed import Maker
 from pala.system.errors import PalaError
 from pala.system.output import log
@@ -84,8 +84,8 @@ def _restore(safe_path: str | None) -> None:
 
 
 def _work(packed: bytes, in_a_row: int, index: int, pipe: Connection, memory: Any, safe_path: str | None) -> None:
-    """Make an environment and do what the rank asks for: ("reset", seed), ("step", action) or ("close", None). Each
-    answer is ("is", what was asked for) or the name of what went wrong, with its data."""
+    """Make an environment and do what the rank asks for: ("try out", seed), ("reset", seed), ("step", action) or
+    ("close", None). Each answer is ("is", what was asked for) or the name of what went wrong, with its data."""
     _restore(safe_path)  # for programs that the environment starts
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the rank deals with signals, and ends its workers
@@ -93,7 +93,7 @@ def _work(packed: bytes, in_a_row: int, index: int, pipe: Connection, memory: An
         try:
             env = cloudpickle.loads(packed)(in_a_row)
         except BaseException as error:  # it is the user's code: anything may happen
-            pipe.send(("not made", failure_of("its factory", error)))
+            pipe.send(("failed", failure_of("its factory", error)))
             return
         pipe.send(("is", (env.observation_space, env.action_space)))
         try:
@@ -102,6 +102,10 @@ def _work(packed: bytes, in_a_row: int, index: int, pipe: Connection, memory: An
             pipe.send(("failed too often", (str(error), error.trace)))
         except PalaError as error:
             pipe.send(("mistake", str(error)))
+        except (EOFError, ConnectionError):
+            raise
+        except BaseException as error:  # the environment's: `Renewed` leaves some to whoever stepped it
+            pipe.send(("failed", failure_of("it", error)))
         finally:
             _close(env)
 
@@ -112,6 +116,10 @@ def _serve(env: gymnasium.Env, pipe: Connection, observation: np.ndarray) -> Non
         what, data = pipe.recv()
         if what == "close":
             return
+        if what == "try out":
+            env.try_out(data)  # type: ignore[attr-defined]
+            pipe.send(("is", None))
+            continue
         if what == "reset":
             if data is not None:  # for environments that draw from the generators of the whole process
                 np.random.seed(data)  # noqa: NPY002 - that very one
@@ -131,7 +139,7 @@ def _serve(env: gymnasium.Env, pipe: Connection, observation: np.ndarray) -> Non
 def _close(env: gymnasium.Env) -> None:
     try:
         env.close()
-    except Exception as error:  # it is the user's code
+    except BaseException as error:  # it is the user's code
         log(f"An environment cannot be closed ({type(error).__name__}: {error}).")
 
 
@@ -159,7 +167,6 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._factory, self._packed = factory, _packed(factory)
         self._restarts, self._in_a_row = restarts, [0] * num_envs
-        self._has_begun = False
         self._seeds: list[int | None] = [None] * num_envs
         self._renewals = [0] * num_envs
         # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
@@ -180,15 +187,20 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
             self.end()
             raise
 
+    def try_out(self, seed: int) -> None:
+        """Try out the first environment, as `Renewed.try_out`."""
+        self._ask(0, ("try out", seed))
+        try:
+            self._answer(0)
+        except _LostError as lost:
+            raise error_of_start(lost.failure, self._factory.name) from None
+
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin episodes; `seed`: one an environment. Returns observations [B, *obs] and infos."""
         self._seeds = list(seed) if seed is not None else [None] * self.num_envs
         for index in range(self.num_envs):
             self._ask(index, ("reset", self._seeds[index]))
         answers, lost = self._answers()
-        if lost and not self._has_begun:
-            raise error_of_first_reset(next(iter(lost.values())), self._factory.name)
-        self._has_begun = True
         answers |= self._renewed(lost)
         infos: dict[str, Any] = {}
         for index in range(self.num_envs):
@@ -255,7 +267,7 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
             raise FailedTooOftenError(*data)
         if kind == "mistake":
             raise PalaError(data)
-        if kind == "not made":
+        if kind == "failed":
             raise _LostError(data)
         return data
 

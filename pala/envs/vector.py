@@ -31,7 +31,7 @@ from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
 from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
-from pala.envs.masks import KEY, MaskReader
+from pala.envs.masks import KEY, MaskReader, missing
 from pala.envs.spaces import Inputs, inputs_of
 from pala.envs.wrappers import with_options, wrapped
 from pala.system.errors import PalaError, nearest, reason
@@ -113,6 +113,14 @@ class Envs:
         self._none_failed = np.zeros(self.num_envs, np.bool_)
         self._trace_shown = False
 
+    def try_out(self, seed: int) -> None:
+        """Reset and step the first environment once, before training. Raises PalaError for what fails there: a mistake
+        of the user's, which making it anew does not mend."""
+        first: Any = self.vector_env
+        if self._end_processes is None:
+            first = first.envs[0]
+        first.try_out(seed)
+
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """Begin episodes, and return the first observations [B, *obs]; `seeds` int32 [B], one an environment."""
         try:
@@ -176,7 +184,7 @@ class Envs:
         try:
             with _told_if_it_takes_long():
                 self.vector_env.close()
-        except Exception as error:  # it is the user's code
+        except (Exception, SystemExit) as error:  # it is the user's code
             log(f"The environments cannot be closed ({type(error).__name__}: {error}).")
         finally:
             self.vector_env.closed = True
@@ -227,11 +235,7 @@ class Envs:
         """Return all environments' masks. Raises PalaError unless all give one or none does, as in the first reset."""
         masks: np.ndarray | None = info.get(KEY)
         if (masks is not None) != are_expected or (masks is not None and not info[f"_{KEY}"].all()):
-            what = "a mask is missing" if are_expected else "one came later"
-            raise PalaError(
-                f"The environment '{self.name}' must give an action mask after every reset and step or never, but "
-                f"{what}: the first reset decides."
-            )
+            raise missing(self.name, are_expected)
         return masks
 
     def _begin(self, info: dict[str, Any]) -> None:
@@ -296,6 +300,9 @@ class AtariEnvs(Envs):
         self._restarts = config.restarts
         self._in_a_row = self._renewals = 0
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
+
+    def try_out(self, seed: int) -> None:
+        """Do nothing: these games are PALA's own."""
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         self._seeds = seeds
@@ -389,13 +396,13 @@ class _Factory:
 
         return Renewed(self, self._restarts, in_a_row)
 
-    def make(self) -> gymnasium.Env:
-        """Make one environment. Raises PalaError."""
+    def make(self, is_anew: bool) -> gymnasium.Env:
+        """Make one environment; `is_anew`: in place of one that has failed. Raises PalaError."""
         try:
             env = self._make_env()
         except (PalaError, gymnasium.error.Error):
             raise
-        except Exception as error:  # it is the user's code: anything may happen
+        except (Exception, SystemExit) as error:  # it is the user's code: anything may happen
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise PalaError(
                 f"The environment cannot be made ({type(error).__name__}: {error}; {at.filename}, line {at.lineno})."
@@ -422,7 +429,7 @@ class _Factory:
         self.inputs = inputs = inputs_of(env.observation_space, self._layout)
         from pala.envs.interface import Checked
 
-        env = Checked(env, self.name)
+        env = Checked(env, self.name, is_anew)
         if not inputs.is_identity:
             env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
         limit = self._max_episode_steps
@@ -432,7 +439,8 @@ class _Factory:
     def discard(self, env: gymnasium.Env) -> None:
         """Close an environment that is not needed any more."""
         self._made = [made for made in self._made if made.unwrapped is not env.unwrapped]
-        with contextlib.suppress(Exception), _told_if_it_takes_long():  # if a failure was before, that is told
+        # If a failure was before, that is told.
+        with contextlib.suppress(Exception, SystemExit), _told_if_it_takes_long():
             env.close()
 
     def close(self) -> None:

@@ -241,8 +241,7 @@ def play_episodes(
                 played.append(episode)
         if (now := time.monotonic()) > deadline and len(played) < episodes:
             raise PalaError(
-                f"given up after {timeout_s:g} s ('evaluation.timeout_s') with {len(played)} of {episodes} episodes; "
-                "`python -m pala.evaluate` takes as long as it needs."
+                f"given up after {timeout_s:g} s ('evaluation.timeout_s') with {len(played)} of {episodes} episodes."
             )
         if now > next_line:
             log(_progress(envs.name, played, episodes))

@@ -139,8 +139,8 @@ class GorilaAgent(Agent[GorilaExchange]):
         }
         return tensors, {"gorila": counters}
 
-    def reset_envs(self, run: Run) -> None:
-        super().reset_envs(run)
+    def reset_envs(self, run: Run, try_out: bool = False) -> None:
+        super().reset_envs(run, try_out)
         if self.envs.action_masks is not None:
             raise PalaError(
                 f"The environment '{self.envs.name}' gives action masks, but 'algorithm' is 'gorila', whose replay "

@@ -53,15 +53,15 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
                 said = task()
             outcomes[what] = "done"
         except (PalaError, OSError) as error:
-            said = outcomes[what] = str(error)
+            outcomes[what] = str(error)
+            said = f"{outcomes[what].rstrip('.')}; {_later(what, result.run, trust)}"
         except Exception as error:  # of the user's environment, say: the next rank would meet it as well
             log(traceback.format_exc())
-            said = outcomes[what] = f"failed ({type(error).__name__}: {error})"
+            outcomes[what] = f"failed ({type(error).__name__}: {error})"
+            said = f"{outcomes[what]}; {_later(what, result.run, trust)}"
         except KeyboardInterrupt:
             assert interrupt.signal is not None
-            program = "evaluate" if what == "evaluation" else "plot"
-            run = shlex.quote(str(result.run)) + (trust if program == "evaluate" else "")
-            print_result(f"      {what}: interrupted; `python -m pala.{program} {run}` makes up for it")
+            print_result(f"      {what}: interrupted; {_later(what, result.run, trust)}")
             outcomes[what], status = f"interrupted by {interrupt.signal.name}", 128 + interrupt.signal
             break
         print_result(f"      {what}: {said}")
@@ -82,6 +82,12 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
         evaluation=final_tasks.evaluation,
         learning_curve=final_tasks.learning_curve,
     )
+
+
+def _later(what: str, run: Path, trust: str) -> str:
+    """Return how a task that was not done is done later."""
+    options = shlex.quote(str(run)) + (trust if what == "evaluation" else "")
+    return f"`python -m pala.{'evaluate' if what == 'evaluation' else 'plot'} {options}` makes up for it"
 
 
 def _going_on(run: Path, config: Config) -> str:

@@ -60,8 +60,8 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                 with run.removed_if_nobody_starts():
                     agent.begin(comm, run)
                     job.notes.stage("begins the games")
-                    # A mistake that the first reset shows is one of the start.
-                    collectively(comm, lambda: agent.reset_envs(run))
+                    # A mistake that the first reset or step shows is one of the start.
+                    collectively(comm, lambda: agent.reset_envs(run, try_out=True))
                     if comm.rank == 0 and agent.acts:
                         _note_on_masks(envs)
                     job.notes.stage("makes the first checkpoint")

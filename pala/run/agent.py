@@ -151,10 +151,13 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         """Give all ranks the root's `shared_tensors`, the parameters checked by checksum. Collective."""
         share_tensors(comm, self.shared_tensors, self.flat.data, root)
 
-    def reset_envs(self, run: Run) -> None:
-        """Begin the games, by new seeds in each segment, unless this rank only answers others. Raises PalaError."""
+    def reset_envs(self, run: Run, try_out: bool = False) -> None:
+        """Begin the games, by new seeds in each segment, unless this rank only answers others; `try_out`: one
+        environment first. Raises PalaError."""
         if self.acts:
             seeds = derive(self.config.seed, self.rank, f"environments {_purpose(run)}", self.envs.num_envs)
+            if try_out:
+                self.envs.try_out(int(seeds[0]))
             self.first_observations = self.envs.reset(seeds)
 
     # ---- what is kept of it ----------------------------------------------------------------------------------------

@@ -37,13 +37,13 @@ class Sparkle(gymnasium.Env[np.ndarray, np.int64]):
 class Told(Sparkle):
     """Says at an episode's end, of five steps, how it went."""
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        self._number = getattr(self, "_number", 0) + 1
-        return super().reset(seed=seed, options=options)
+    _ended = 0  # episodes
 
     def step(self, action: Any) -> Any:
         observation, reward, terminated, truncated, _ = super().step(action)
-        return observation, reward, terminated, truncated, {"is_success": self._number % 2 == 0, "unseen": None}
+        info = {"is_success": self._ended % 2 == 1, "unseen": None}
+        self._ended += terminated or truncated
+        return observation, reward, terminated, truncated, info
 
 
 class Deadly(gymnasium.Wrapper):

@@ -231,13 +231,13 @@ class VirtualCluster(VirtualNetwork):
             self._start_update(rank)
 
     def _go(self, rank: Rank, waited_s: float = 0.0) -> None:
-        if rank.number in self.dead or rank.state.budget.stop is not Stop.NONE:
-            return
+        again_s, budget = self.scenario.again_s, rank.state.budget
         if rank.state.may_leave:
             self.die(rank.number)
-        elif rank.state.living and waited_s < min(self.scenario.patience_s, 10 * self.scenario.again_s):
+        elif rank.number in self.dead:
+            return
+        elif budget.living and budget.stop is Stop.NONE and waited_s < min(self.scenario.patience_s, 10 * again_s):
             rank.driver.wish_to_leave()
-            again_s = self.scenario.again_s
             self._at(self.now + again_s, self._go, rank, waited_s + again_s)
         else:  # all that it counted on are gone as well
             rank.driver.end(Stop.ALL_LEAVE)
