@@ -300,6 +300,23 @@ def test_the_last_rank_that_lives_ends_the_job_with_its_status(any_mpi: Launcher
     assert job.wait().status == 2 and job.output.count("pala: error: This rank cannot go on alone.") == 1, job.output
 
 
+STOPPED = """if True:
+    import os, signal
+    from pala.comm.mpi_process import start_mpi
+
+    start_mpi()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
+def test_a_rank_that_is_told_to_stop_before_it_trains_ends(mpi: Launcher, tmp_path: Path) -> None:
+    """MPICH caught the signal, by which a supervisor passes on all others, until PALA did: training went on."""
+    job = mpi.script(1, STOPPED, tmp_path)
+    assert job.status != 0 and "goes on" not in job.output, job.output
+
+
 def test_mpirun_of_another_mpi_is_named(tmp_path: Path) -> None:
     if len(LAUNCHERS) < 2:
         pytest.skip("needs Open MPI and MPICH: ./launch/test.sh installs both")

@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -71,6 +72,7 @@ def start_mpi() -> MpiCommunicator:
             raise PalaError(_mixed(ranks, library))
         # The main thread calls MPI, then the data proxy alone, then the main thread again.
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
+        _take_back_stop()
         atexit.register(_finalize_at_exit)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise PalaError(
@@ -87,6 +89,13 @@ def start_mpi() -> MpiCommunicator:
     comm = MpiCommunicator(MPI.COMM_WORLD)
     _check_reach_once(comm)
     return comm
+
+
+def _take_back_stop() -> None:
+    """Take SIGUSR1, which tells training to stop, back from MPICH, whose MPI_Init catches it and does nothing by it."""
+    handler = signal.getsignal(signal.SIGUSR1)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, handler)
 
 
 def _help_open_mpi() -> None:
