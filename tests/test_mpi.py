@@ -301,19 +301,21 @@ def test_the_last_rank_that_lives_ends_the_job_with_its_status(any_mpi: Launcher
 
 
 STOPPED = """if True:
-    import os, signal
+    import os, signal, sys
     from pala.comm.mpi_process import start_mpi
 
     start_mpi()
-    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     print("goes on", flush=True)
 """
 
 
+@pytest.mark.parametrize("number", ["SIGUSR1", "SIGHUP"])
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
-def test_a_rank_that_is_told_to_stop_before_it_trains_ends(mpi: Launcher, tmp_path: Path) -> None:
-    """MPICH caught the signal, by which a supervisor passes on all others, until PALA did: training went on."""
-    job = mpi.script(1, STOPPED, tmp_path)
+def test_a_rank_that_is_told_to_stop_before_it_trains_ends(mpi: Launcher, number: str, tmp_path: Path) -> None:
+    """MPICH caught SIGUSR1, by which a supervisor passes on all signals, until PALA did, and UCX caught SIGHUP:
+    training went on."""
+    job = mpi.script(1, STOPPED, tmp_path, number)
     assert job.status != 0 and "goes on" not in job.output, job.output
 
 

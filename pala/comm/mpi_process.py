@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import mpi4py
 
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
-from pala.system.interrupt import Interrupt
+from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.launcher import Launch, can_survive, left_over, rank_above, speaks
 from pala.system.output import log
 from pala.system.waiting import wait_asleep
@@ -72,7 +72,7 @@ def start_mpi() -> MpiCommunicator:
             raise PalaError(_mixed(ranks, library))
         # The main thread calls MPI, then the data proxy alone, then the main thread again.
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
-        _take_back_stop()
+        _take_back_signals()
         atexit.register(_finalize_at_exit)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise PalaError(
@@ -91,11 +91,13 @@ def start_mpi() -> MpiCommunicator:
     return comm
 
 
-def _take_back_stop() -> None:
-    """Take SIGUSR1, which tells training to stop, back from MPICH, whose MPI_Init catches it and does nothing by it."""
-    handler = signal.getsignal(signal.SIGUSR1)
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, handler)
+def _take_back_signals() -> None:
+    """Take the signals that training hears back from MPI's libraries, where they would be lost until it begins: MPICH's
+    MPI_Init catches SIGUSR1, and UCX SIGHUP, by which it prints what it does."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, LEAVE):
+            if (handler := signal.getsignal(number)) is not None:  # as Python knows it
+                signal.signal(number, handler)
 
 
 def _help_open_mpi() -> None:
