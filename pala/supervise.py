@@ -497,13 +497,16 @@ class Supervisor:
 
 
 def survivable(mpirun: str) -> list[str]:
-    """Return the command, with the option by which the job outlives its ranks (ULFM) where there is one."""
+    """Return the command, with the option by which the job outlives its ranks (ULFM) where there is one. The program
+    that is asked is the one that a job starts."""
     try:
         command = shlex.split(mpirun)
     except ValueError as error:
         raise PalaError(f"'--mpirun {mpirun}' cannot be read: {error}.") from None
     try:
-        version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False).stdout
+        version = subprocess.run(
+            [*command, "--version"], env=environment_of_jobs(), capture_output=True, text=True, check=False
+        ).stdout
     except OSError as error:
         raise PalaError(f"'--mpirun {mpirun}' cannot be run: {reason(error)}; name another.") from None
     ulfm = [] if "--with-ft" in command or "(Open MPI) 5" not in version else ["--with-ft", "ulfm"]

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from pala.a2c.averaging import average, average_of, check_actor_critic
 from pala.run import checkpoint, tensor_file
 from pala.run.checkpoint import load_all, load_policy, load_rank, save_policy, save_rank
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
+from pala.system.files import write_json
 from support.checkpoints import SIGNATURE, file_of, make_state, same
 
 
@@ -67,6 +68,22 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(failing, tmp_path, monkeypatc
     monkeypatch.undo()
     save_rank(tmp_path, make_state(fill=3.0))
     assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 3
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace", "open"])
+def test_a_file_that_cannot_be_written_is_named(failing, tmp_path, monkeypatch):
+    """By its own name: a full disk names none, a folder that is read-only the file beside it."""
+    real = os.open
+
+    def fail(path: object, *_: object) -> int:
+        if str(path).endswith(".tmp"):
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return real(path, *_)
+
+    monkeypatch.setattr(os, failing, fail if failing == "open" else disk_full)
+    with pytest.raises(OSError, match=f"'{tmp_path}/run.json'$") as caught:
+        write_json(tmp_path / "run.json", {})
+    assert reason(caught.value).endswith(f" ('{tmp_path}/run.json')")
 
 
 def test_a_last_rename_that_fails_leaves_the_newest_checkpoint(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -339,6 +340,36 @@ def test_a_run_with_masks_from_end_to_end(tmp_path: Path, capsys: pytest.Capture
     result = pala.fit(replace(config, total_steps=2000), resume=result.run)
     assert result.global_steps >= 2000
     assert pala.evaluate_policy(result.run, episodes=10, greedy=True).episodes == 10
+
+
+@pytest.mark.parametrize("gives_info", [True, False])
+def test_masks_that_are_only_observed_are_told(gives_info: bool, tmp_path: Path, capsys: Any) -> None:
+    """RLlib's convention: training took what was not allowed without a word."""
+
+    class Observed(gymnasium.ObservationWrapper):
+        def __init__(self) -> None:
+            super().__init__(INFO())
+            space = {"here": self.env.observation_space, "action_mask": gymnasium.spaces.MultiBinary(2)}
+            self.observation_space = gymnasium.spaces.Dict(space)
+
+        def observation(self, observation: Any) -> Any:
+            return {"here": observation, "action_mask": np.ones(2, np.int8)}
+
+        def reset(self, **arguments: Any) -> Any:
+            observation, info = super().reset(**arguments)
+            return observation, info if gives_info else {}
+
+        def step(self, action: Any) -> Any:
+            *rest, info = super().step(action)
+            return *rest, info if gives_info else {}
+
+    config = Config(
+        total_steps=20, env=EnvConfig(num_envs=1, restarts=0), network=NetworkConfig(mlp_hidden=(8,)),
+        run=RunConfig(dir=str(tmp_path), name="masked", console="none", threads=1),
+    )  # fmt: skip
+    with suppress(PalaError):  # of what is not allowed
+        pala.fit(config, make_env=Observed)
+    assert ("a part 'action_mask'" in capsys.readouterr().err) == (not gives_info)
 
 
 def test_gorila_refuses_masks(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import tracemalloc
 from dataclasses import replace
@@ -27,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pala.config import from_table, load_preset
 from pala.exchange.budget import ExchangeState
 from pala.job.header import header, note_on_unused
-from pala.run import console
+from pala.run import console, tensorboard
 from pala.run.console import Figures, Lines, Reporter, make_console
 from pala.run.loop import Stopwatch
 from pala.run.metrics import SECTIONS, MetricsWriter, Record, Tail, metrics_path, read_run
@@ -590,6 +591,28 @@ def test_without_tensorboards_files_training_goes_on(run, monkeypatch, capsys):
                 assert reporter.report(400_000)
             reporter.close()
         assert capsys.readouterr().err.count("cannot be written any more: No space left on device. Training") == 1
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_tensorboards_thread_prints_no_traceback(run, when, monkeypatch, capsys):
+    """The fault reaches who makes the files, or adds the next value."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    figures(run)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # pytest's own prints nothing
+    tensorboard._hide_full_disk.cache_clear()
+    if when == "at once":
+        monkeypatch.setattr(RecordWriter, "write", full)
+    reporter = Reporter(run, ranks=2, budget_steps=4_000_000, console="none", tensorboard=True)
+    monkeypatch.setattr(RecordWriter, "write", full)
+    reporter.report(400_000)
+    reporter.close()
+    said = capsys.readouterr().err
+    assert said.count("cannot be written any more: No space left on device. Training") == 1
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(("begin", "kept"), [(2000, [1000, 2000]), (0, []), (None, [1000, 2000, 3000])])

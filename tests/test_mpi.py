@@ -276,6 +276,49 @@ def test_a_disk_that_is_full_at_the_end(
     assert record_of(run)["completed"] and load_policy(run / "policy.safetensors")[1]["global_steps"] >= 8000
 
 
+LAST = """if True:
+    import os, signal, time
+    from pala.comm.mpi_process import abort, start_mpi
+    from pala.system.errors import EndError
+
+    comm = start_mpi()
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        are_all_here = comm.ibarrier()
+        while not are_all_here():
+            time.sleep(0.1)
+    except EndError:
+        abort(comm, EndError("This rank cannot go on alone."))
+"""
+
+
+def test_the_last_rank_that_lives_ends_the_job_with_its_status(any_mpi: Launcher, tmp_path: Path) -> None:
+    """mpirun ended with 0 when that rank aborted."""
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "2", str(any_mpi.folder / "python"), "-c", LAST, cwd=tmp_path)
+    assert job.wait().status == 2 and job.output.count("pala: error: This rank cannot go on alone.") == 1, job.output
+
+
+STOPPED = """if True:
+    import os, signal, sys
+    from pala.comm.mpi_process import start_mpi
+
+    start_mpi()
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGUSR1", "SIGHUP"])
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
+def test_a_rank_that_is_told_to_stop_before_it_trains_ends(mpi: Launcher, number: str, tmp_path: Path) -> None:
+    """MPICH caught SIGUSR1, by which a supervisor passes on all signals, until PALA did, and UCX caught SIGHUP:
+    training went on."""
+    job = mpi.script(1, STOPPED, tmp_path, number)
+    assert job.status != 0 and "goes on" not in job.output, job.output
+
+
 def test_mpirun_of_another_mpi_is_named(tmp_path: Path) -> None:
     if len(LAUNCHERS) < 2:
         pytest.skip("needs Open MPI and MPICH: ./launch/test.sh installs both")

@@ -97,6 +97,7 @@ LEFT_OVER = {
     "Open MPI": {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
     "PMI": {"PMI_RANK": "1", "PMI_SIZE": "2"},
     "Slurm": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+    "MPICH": {"PMI_FD": "999", "PMI_RANK": "1", "PMI_SIZE": "2"},
     "a rank alone": {"OMPI_COMM_WORLD_RANK": "1"},
     "PMIx": {"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "PMIX_SERVER_URI4": "prterun@0.0;tcp4://127.0.0.1:1"},
 }

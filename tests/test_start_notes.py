@@ -74,3 +74,41 @@ def test_open_mpi_finds_its_own_words(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 3 and "Sorry" not in done.stdout + done.stderr
+
+
+def test_an_abort_that_returns_shows_no_traceback(tmp_path: Path) -> None:
+    """As MPICH's did before its launcher killed the rank."""
+    code = """if True:
+        from types import SimpleNamespace
+        from pala.comm.mpi_process import abort
+        from pala.system.errors import EndError
+
+        ended = []
+        mpi = SimpleNamespace(Abort=ended.append)
+        comm = SimpleNamespace(mpi=mpi, rank=0, size=2, num_dead=0, is_alone=lambda: False)
+        abort(comm, EndError("The disk is full."))
+    """
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "pala: error: The disk is full.\n")
+
+
+def test_a_rank_without_home_starts(tmp_path: Path) -> None:
+    """As a service of systemd's: Open MPI ended the process."""
+    code = "from pala.comm.mpi_process import start_mpi; print(start_mpi().size)"
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+@pytest.mark.parametrize("module", ["pala.train", "pala.plot", "pala.doctor", "pala train -n 2"])
+def test_a_deleted_folder_is_named(module: str, tmp_path: Path) -> None:
+    """Some programs showed a traceback, others `No such file or directory`."""
+    (tmp_path / "gone").mkdir()
+    command = f"cd gone; rmdir ../gone; exec {sys.executable} -m {module}"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    expected = "pala: error: the current folder was deleted, or cannot be read: go to another one by `cd`.\n"
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.endswith(expected)  # Open MPI says something of its own

@@ -232,6 +232,17 @@ def test_an_mpirun_that_is_no_command_is_told(there: Path, capsys: pytest.Captur
         survivable("./mpirun")
 
 
+def test_the_mpirun_that_is_asked_is_the_one_that_starts_the_job(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an environment that is not activated PATH had none, or another one, which may know other options."""
+    (there / "bin").mkdir()
+    fake_mpirun(there, 'echo "mpirun (Open MPI) 4.1.4"')
+    fake_mpirun(there / "bin", '[ -n "$HOME" ] && echo "mpirun (Open MPI) 5.0.11"')
+    monkeypatch.setattr(sys, "executable", str(there / "bin/python"))
+    monkeypatch.setenv("PATH", f"{there}:/usr/bin:/bin")
+    monkeypatch.delenv("HOME")  # without which Open MPI does not start
+    assert survivable("mpirun") == ["mpirun", "--with-ft", "ulfm"]
+
+
 def test_what_ranks_say_is_read_although_it_cannot_be_written(monkeypatch: pytest.MonkeyPatch, there: Path) -> None:
     """A log on a full disk: the ranks would wait for ever for room in the pipe."""
     source, sink = os.pipe()

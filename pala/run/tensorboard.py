@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,6 +44,7 @@ class TensorBoard:
         """`begin_steps`: steps of all ranks; events of later steps were lost with an earlier job. None: all count."""
         from torch.utils.tensorboard import SummaryWriter  # by the first rank alone, and only where it is asked for
 
+        _hide_full_disk()
         self._writer = SummaryWriter(str(folder), purge_step=None if begin_steps is None else begin_steps + 1)
 
     def add(self, view: RunView, global_steps: int) -> None:
@@ -83,3 +86,17 @@ class TensorBoard:
     def close(self) -> None:
         """Flush the events."""
         self._writer.close()
+
+
+@cache
+def _hide_full_disk() -> None:
+    """Print no traceback, from now on, when a thread of TensorBoard's cannot write: it passes its OSError on to who
+    adds the next value, and that is reported."""
+    usual = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        is_tensorboards = type(arguments.thread).__module__.startswith("tensorboard.")
+        if not (is_tensorboards and isinstance(arguments.exc_value, OSError)):
+            usual(arguments)
+
+    threading.excepthook = hook

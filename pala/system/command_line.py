@@ -19,6 +19,7 @@ from pala.system.errors import PalaError, closest, nearest, reason
 from pala.system.interrupt import raising_at_signals
 from pala.system.launcher import speaks
 from pala.system.output import log, open_closed_streams, print_result
+from pala.system.search_path import refuse_deleted_folder
 
 C = TypeVar("C")
 _TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
@@ -29,6 +30,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
 
     `program` is its module, as in `python -m pala.plot`. `--help` is printed, on rank 0 only, and ends the program.
     """
+    refuse_deleted_folder()
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 _LONGEST = 200  # names are compared up to here: it takes the square of their length
@@ -35,7 +36,8 @@ def reason(error: Exception) -> str:
     """Return why something failed, in words; an error of the system without its number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
-    return f"{error.strerror} ('{error.filename}')" if error.filename is not None else error.strerror
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+    return f"{error.strerror} ('{name}')" if name is not None else error.strerror
 
 
 class SaveError(OSError):

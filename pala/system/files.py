@@ -43,8 +43,11 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(neighbour, path)
-    except BaseException:  # ^C is none of the Exceptions
-        neighbour.unlink(missing_ok=True)
+    except BaseException as error:  # ^C is none of the Exceptions
+        with contextlib.suppress(OSError):  # a file system that was made read-only
+            neighbour.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename in (None, os.fspath(neighbour)):
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # a full disk names no file
         raise
     sync_folder(path.parent)
 

@@ -62,8 +62,10 @@ def environment_of_jobs(on_one_host: bool = True) -> dict[str, str]:
     Python is found first, as it belongs to the same mpi4py.
 
     Open MPI may start ranks as root, and binds none to cores: else it would bind one or two to a core each, and more to
-    a whole socket. On one host it may start more ranks than there are cores; on several, that would fill the first."""
+    a whole socket. On one host it may start more ranks than there are cores; on several, that would fill the first.
+    It does not start without HOME, which a service may lack."""
     usual = {
+        "HOME": os.path.expanduser("~"),  # noqa: PTH111  Path's raises where nobody knows it
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_hwloc_default_binding_policy": "none",  # Open MPI 5

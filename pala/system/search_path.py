@@ -35,6 +35,17 @@ def find_own_modules() -> None:
         sys.path.append(here)
 
 
+def refuse_deleted_folder() -> None:
+    """Raise PalaError if the working directory was deleted: no relative path leads anywhere, and some libraries do not
+    load."""
+    from pala.system.errors import PalaError
+
+    try:
+        os.getcwd()  # noqa: PTH109
+    except OSError:
+        raise PalaError("the current folder was deleted, or cannot be read: go to another one by `cd`.") from None
+
+
 def refuse_another_pala() -> None:
     """Raise PalaError if the working directory holds another `pala`, which `python -m pala.train` there would execute.
 
