@@ -51,16 +51,6 @@ def test_train_starts_mpirun_where_an_option_says_on_how_many_ranks(arguments: s
     assert command._starts_ranks(arguments.split()) == starts
 
 
-def test_the_command_begins_in_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """So a run elsewhere can be looked at."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    run = "import os, sys; os.rmdir(os.getcwd()); sys.argv[1:] = ['presets']; from pala.__main__ import main; main()"
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([sys.executable, "-c", run], cwd=gone, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "quickstart" in done.stdout, done.stderr
-
-
 @pytest.mark.slow
 def test_a_wheel_trains_by_name_in_an_empty_environment(tmp_path: Path) -> None:
     """As `pip install .` does: build a wheel and install it. The packages that PALA needs are lent by this environment,

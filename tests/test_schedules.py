@@ -428,7 +428,7 @@ BUGS = {
     IgnoresTheLock: "process lock|push-sum weight",
     WaitsOneUpdateTooLate: "staleness",
     AddsUpWhatItHears: "known steps",
-    ForgetsTheDead: "deadlock",
+    ForgetsTheDead: "deadlock|places: ranks",
     HealsOnlyWithAFullRound: "deadlock|stale",
     HealsFromParts: "healed by a part",
     WaitsForTheStopped: "deadlock|waited",

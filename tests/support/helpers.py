@@ -40,7 +40,9 @@ def write_disturbed(folder: Path, disturbance: str, *arguments: str, patience_s:
 import os, signal, sys, time
 import gymnasium
 import pala.train as cli
+from pala.envs.vector import Envs
 from pala.job.job import Job
+Envs.try_out = lambda envs, seed: None  # training alone is disturbed
 Job.patience_s = {patience_s}
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 class Disturbed(gymnasium.Wrapper):
