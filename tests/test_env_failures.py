@@ -308,12 +308,17 @@ class _OfFour(Plain):
     [
         (_RaisesFirst, "sync", r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
         (_RaisesFirst, "async", r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
-        (_DiesFirst, "async", r"its process has ended \(status 3\)\."),
+        pytest.param(_DiesFirst, "async", r"its process has ended \(status 3\)\.", marks=pytest.mark.slow),
         (_NotFiniteFirst, "sync", r"'reset' returned an observation that is not finite\."),
         (_StepsWrongly, "sync", r"'step' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
-        (_StepsWrongly, "async", r"'step' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
-        (_DiesInAStep, "async", r"its process has ended \(status 3\)\."),
-        (_IsCancelled, "async", r"it raised CancelledError \(.*\.py, line \d+\)\."),
+        pytest.param(
+            _StepsWrongly,
+            "async",
+            r"'step' raised ValueError: level file not found\. \(.*\.py, line \d+\)\.",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(_DiesInAStep, "async", r"its process has ended \(status 3\)\.", marks=pytest.mark.slow),
+        pytest.param(_IsCancelled, "async", r"it raised CancelledError \(.*\.py, line \d+\)\.", marks=pytest.mark.slow),
         (with_value(1, np.nan), "sync", r"'step' returned a reward that is not finite: nan\."),
         (
             lambda: gymnasium.wrappers.TimeLimit(_OfFour(), 9),

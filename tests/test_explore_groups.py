@@ -136,12 +136,14 @@ CASES = [
     case(3, 1, "death", hears="news"),
     case(3, 2, "death"),
     case(3, 2, "leave"),
-    case(3, 1, "death signal", most=2),
     case(2, 2, " ".join(ALL), most=2, hears="stop"),
 ]
 
 
-@pytest.mark.parametrize("what", slow_but_for(CASES, *CASES[:4]))
+LARGEST = pytest.param(case(3, 1, "death signal", most=2), marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("what", [*slow_but_for(CASES, *CASES[:4]), LARGEST])
 def test_a_group_holds(what: Case) -> None:
     found = explore(what)
     assert found.finished and not found.violations, "\n".join(map(str, found.violations))

@@ -60,15 +60,16 @@ BY_SCRIPT = "pala.fit(pala.Config(total_steps=10**7, env=pala.config.EnvConfig('
 
 
 def train_with_a_fault(mpi: Launcher, fault: str, training: str, folder: Path) -> Job:
-    """Train on two ranks; an environment of rank 1 does `fault` in its 500th step."""
+    """Train on two ranks; an environment of rank 1 does `fault` in its 500th step, and all do from then on."""
     source = (
         "import sys, pala.train, gymnasium\n"
         "from mpi4py import MPI\n"
         "class Env(gymnasium.Wrapper):\n"
-        "    steps = 0\n"
+        "    steps, is_broken = 0, False\n"
         "    def step(self, action):\n"
         "        self.steps += 1\n"
-        "        if MPI.COMM_WORLD.rank == 1 and self.steps == 500:\n"
+        "        if MPI.COMM_WORLD.rank == 1 and (Env.is_broken or self.steps == 500):\n"
+        "            Env.is_broken = True\n"
         f"            {fault}\n"
         "        return super().step(action)\n"
         "make = gymnasium.make\n"
