@@ -54,13 +54,20 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # at the end of all workers
 
 @contextmanager
 def _tidy(launcher: Launcher) -> Iterator[Launcher]:
-    """Yield a copy, without jobs of others; afterwards end what a failed test left running, and print what it wrote."""
+    """Yield a copy, without jobs of others; afterwards end what a failed test left running, and print what it wrote, as
+    of a job that ended before the test waited for it."""
     launcher = replace(launcher, jobs=[])
     try:
         yield launcher
     finally:
         for job in launcher.jobs:
-            if job.process.poll() is None:
+            if job.process.returncode is not None:
+                continue
+            if (status := job.process.poll()) is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    job.wait(5)
+                print(f"{job.process.args} had ended with status {status}, and had written:\n{job.output}")
+            else:
                 os.killpg(job.process.pid, signal.SIGTERM)
                 try:
                     job.wait(5)
