@@ -291,6 +291,7 @@ def test_an_error_leaves_no_process_stopped(run: Path) -> None:
 # ---- what it does and reports ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kills_leave_one_rank_and_are_reported(run: Path) -> None:
     """The run never ends by itself: the program's own time does."""
     with ranks_of(run) as ranks:

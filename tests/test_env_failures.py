@@ -307,7 +307,12 @@ class _OfFour(Plain):
     ("make_env", "vectorization", "sentence"),
     [
         (_RaisesFirst, "sync", r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
-        (_RaisesFirst, "async", r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
+        pytest.param(
+            _RaisesFirst,
+            "async",
+            r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\.",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(_DiesFirst, "async", r"its process has ended \(status 3\)\.", marks=pytest.mark.slow),
         (_NotFiniteFirst, "sync", r"'reset' returned an observation that is not finite\."),
         (_StepsWrongly, "sync", r"'step' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
@@ -432,6 +437,7 @@ def exits_at_once() -> None:
 
 
 @KINDS
+@pytest.mark.slow
 def test_an_environment_that_ends_the_process_as_it_is_made_or_closed_ends_no_rank(vectorization, capfd):
     with pytest.raises(PalaError, match=r"cannot be made \(SystemExit: no licence; .*line \d+\)"):
         make_envs(EnvConfig(num_envs=1, vectorization=vectorization), make_env=exits_at_once)

@@ -47,6 +47,7 @@ def test_every_example_of_gossip_is_tried() -> None:
     assert len(ppo.splitlines()) < 250, "one readable file"
 
 
+@pytest.mark.slow
 def test_an_example_alone(tmp_path: Path) -> None:
     """Without mpirun; and it learns: chance is a return of about 20."""
     words = arguments("ppo")

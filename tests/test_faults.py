@@ -530,6 +530,7 @@ def test_a_signal_during_the_start(
 
 
 @pytest.mark.parametrize("program", [["-m", "pala.train"], ["-m", "pala", "train"]])
+@pytest.mark.slow
 def test_a_rank_that_is_told_to_leave_as_it_starts_is_not_killed(program: list[str], tmp_path: Path) -> None:
     """Started as `supervise.py` starts it. Told in its first instructions it goes on; told later, it leaves."""
     command = [*_AS_RANK, sys.executable, *program, *CARTPOLE, "--run.name", "r", *ENDLESS]

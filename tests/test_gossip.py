@@ -333,6 +333,7 @@ def test_the_living_average_after_a_death(any_mpi: Launcher, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.slow
 def test_the_code_of_its_pages_runs(tmp_path: Path) -> None:
     pages = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ("library", "library_faults"))
     blocks = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)

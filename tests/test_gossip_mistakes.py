@@ -236,6 +236,7 @@ print(gossip.global_steps, gossip.size)
 """
 
 
+@pytest.mark.slow
 def test_alone_it_needs_no_mpi() -> None:
     command = [sys.executable, "-c", ALONE]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)

@@ -111,7 +111,7 @@ def test_a_leader_leaves_and_a_stopped_member_stops_its_group_alone(any_mpi: Lau
 @pytest.mark.slow
 def test_groups_of_two_hosts_outlive_a_cut_link_and_a_killed_member(possible: Launcher, tmp_path: Path) -> None:
     """Each group is a host. While the link is cut both continue; after that a rank of one dies, its leader."""
-    script = write_disturbed(tmp_path, SLOW_UNTIL_FREE, "--exchange.group", "host", "--total-steps", "16000")
+    script = write_disturbed(tmp_path, SLOW_UNTIL_FREE, "--exchange.group", "host", "--total-steps", "40000")
     run = tmp_path / "runs/r"
 
     def wait_for_steps(*ranks: int) -> None:
@@ -128,7 +128,9 @@ def test_groups_of_two_hosts_outlive_a_cut_link_and_a_killed_member(possible: La
         pids = pids_of_ranks(tmp_path)
         hosts.set_link(1, up=False)
         wait_for_steps(0, 1, 2, 3)
+        mixes = total(run, "mixes", 0)
         hosts.set_link(1, up=True)
+        wait_for(lambda: total(run, "mixes", 0) > mixes, what="models over the link")
         os.kill(pids[2], signal.SIGKILL)
         wait_for_steps(0, 1, 3)
         (tmp_path / "free").touch()

@@ -151,6 +151,7 @@ def test_normalisation_leaves_images_alone() -> None:
 
 
 @pytest.mark.parametrize(("memory", "vectorization"), [("none", "sync"), ("gru", "async")])
+@pytest.mark.slow
 def test_a_run_with_images_vectors_and_masks_from_end_to_end(tmp_path: Path, memory: str, vectorization: Any) -> None:
     """Trained, evaluated, resumed, loaded, exported: a masked action would end each."""
     env = EnvConfig(num_envs=2, restarts=0, vectorization=vectorization, normalize_observations=True)

@@ -278,6 +278,7 @@ def test_parameters_that_peers_replaced_start_with_a_fresh_optimiser(capsys):
     assert not run.a2c.mean_square.any()
 
 
+@pytest.mark.slow
 def test_a_rank_that_peers_have_to_replace_again_and_again_ends_the_run():
     class Rescuing(NoExchange):
         def after_update(self, steps, healthy):

@@ -157,6 +157,7 @@ def test_a_mask_of_all_zeros_ends_training_with_its_environment(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("make_env", MAKERS, ids=NAMES)
+@pytest.mark.slow
 def test_training_never_takes_a_masked_action(make_env: Any) -> None:
     """The environment would raise."""
     run = Run(configured(total_steps=1000), make_env)
@@ -327,6 +328,7 @@ def test_an_export_takes_masks(tmp_path: Path, make_env: Any) -> None:
         logits, torch.Generator(), greedy=True)).numpy())  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_with_masks_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Trained, evaluated, resumed, filmed and loaded: an action that is not allowed would end each."""
     config = Config(

@@ -376,6 +376,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result.run
 
 
+@pytest.mark.slow
 def test_without_a_memory_the_maze_is_a_coin(tmp_path: Path) -> None:
     """The bound: junctions look alike, so the mean return is 0, here of 200 episodes; deviation 0.07."""
     result = pala.fit(config_of(tmp_path, "none", 10_000), make_env=TMaze)
@@ -394,6 +395,7 @@ def played(policy: Any, act: Callable[[np.ndarray], Any], episodes: int = 20) ->
     return total / episodes
 
 
+@pytest.mark.slow
 def test_a_loaded_policy_remembers_until_it_is_reset(run: Path) -> None:
     policy = pala.load_policy(run)
     assert played(policy, lambda observation: policy.act(observation, greedy=True)) > 0.8
@@ -405,6 +407,7 @@ def test_a_loaded_policy_remembers_until_it_is_reset(run: Path) -> None:
     assert abs(played(policy, act_alone)) < 0.8  # 20 episodes by a coin
 
 
+@pytest.mark.slow
 def test_states_go_in_and_out(run: Path) -> None:
     policy = pala.load_policy(run)
     assert policy.state is None
@@ -433,6 +436,7 @@ def test_states_go_in_and_out(run: Path) -> None:
     assert policy.state.shape == (1, 4 * UNITS)
 
 
+@pytest.mark.slow
 def test_an_export_takes_and_gives_the_state(run: Path, tmp_path: Path) -> None:
     policy = pala.load_policy(run)
     policy.export(tmp_path / "policy.pt2", action_masks=True)
@@ -456,6 +460,7 @@ def test_ranks_exchange_a_memory_as_all_else(tmp_path: Path, kind: str) -> None:
     assert job.resume(2, 600).ended_well()
 
 
+@pytest.mark.slow
 def test_a_spare_takes_a_place_with_a_memory_that_begins(tmp_path: Path) -> None:
     config = memory_jobs.with_spares(tmp_path, spares=1, steps=1000)
     config = replace(config, network=replace(config.network, memory="lstm"))

@@ -55,6 +55,7 @@ cli.main()
 
 
 @pytest.mark.parametrize(("threads", "says"), [("7", True), (None, False)])
+@pytest.mark.slow
 def test_a_slow_environment_is_named_and_threads_that_are_not_taken(
     threads: str | None, says: bool, tmp_path: Path
 ) -> None:

@@ -175,6 +175,7 @@ def test_after_a_signal_in_the_evaluation_a_job_that_goes_on_later_is_not_done(
     assert ("is complete, but for its evaluation: try" in said) == (status == 0)
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_was_started_several_times_says_so(there: Path) -> None:
     """As by srun, where each task would start all ranks."""
     for rank, says in ((0, True), (1, False)):
