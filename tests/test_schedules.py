@@ -403,6 +403,14 @@ def test_who_leaves_hears_of_the_death_of_who_assured_it() -> None:
     check(schedule(1_017_975))
 
 
+def test_without_a_usable_model_training_ends() -> None:
+    """The last rank that has one is killed; or a rank whose own is NaN is alone, when two others leave together."""
+    assert check(schedule(1_019_162)).models_lost
+    cluster = check(schedule(1_051_447))
+    assert not cluster.models_lost and 2 in cluster.dead
+    assert [rank.state.budget.stop for rank in cluster.living] == [Stop.ALL_LEAVE]
+
+
 def test_a_failure_says_how_to_see_it_again() -> None:
     failure = try_all(range(0, 200, 2), protocol=KeepsTheWeightItSends).failure
     assert failure is not None

@@ -80,6 +80,7 @@ class VirtualCluster(VirtualNetwork):
         self.all_well_from_s = float("inf")  # from then on no patience should have to end
         self.budget_met_s = self.budget_known_s = float("inf")  # in truth; by the first rank
         self.ended_s = 0.0  # when a rank last ended training: `run` goes on until the last timer has rung
+        self.models_lost = False  # a rank was killed that had the last model of use
         self.last_gone_s = 0.0  # when a rank last died, or went: a spare that is told to leave first takes its place
         self.unseen_steps: list[int] = []  # when the budget was met, steps that each rank did not know of
         self._not_taken_in: dict[tuple[int, int], float] = {}  # sender and receiver of a model -> when it was sent
@@ -90,7 +91,7 @@ class VirtualCluster(VirtualNetwork):
             if not rank.asleep:
                 self._start_update(rank)
         for number, time_s in s.deaths.items():
-            self._at(time_s, self.die, number)
+            self._at(time_s, self._kill, number)
 
     def _make_rank(self, number: int, model: np.ndarray) -> Rank:
         s = self.scenario
@@ -264,6 +265,8 @@ class VirtualCluster(VirtualNetwork):
         elif self._is_told(rank) and self._may_leave(rank):
             longest_s = self.scenario.model_s[1] + self.scenario.control_s[1]
             self._at(self.now + longest_s, self._let_go, rank)  # when all that it has sent has come
+        elif not rank.state.has_model:  # alone: a real rank ends with an error
+            self.die(rank.number)
         else:
             self._start_update(rank)
 
@@ -354,6 +357,11 @@ class VirtualCluster(VirtualNetwork):
             for (sender, receiver), sent_s in self._not_taken_in.items()
             if sender == rank and receiver in state.living
         )
+
+    def _kill(self, rank: int) -> None:
+        self.die(rank)
+        useful = [r for r in self.living if not r.asleep and r.state.has_model and np.isfinite(r.model).all()]
+        self.models_lost |= not useful
 
     def die(self, rank: int) -> None:
         if rank in self.dead:
