@@ -436,7 +436,7 @@ BUGS = {
     IgnoresTheLock: "process lock|push-sum weight",
     WaitsOneUpdateTooLate: "staleness",
     AddsUpWhatItHears: "known steps",
-    ForgetsTheDead: "deadlock|places: ranks",
+    ForgetsTheDead: "places: ranks",
     HealsOnlyWithAFullRound: "deadlock|stale",
     HealsFromParts: "healed by a part",
     WaitsForTheStopped: "deadlock|waited",
