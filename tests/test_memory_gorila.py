@@ -87,7 +87,7 @@ def test_the_death_of_a_shard_ends_gorila_with_a_sentence(ranks: int, config: Go
     trained = train(ranks, gorila(tmp_path, config, ENDLESS), [fail_at_message(1, 20)])
     sentence = "Rank 1 has died, which served shard 1 of the parameters; nothing can be learned without it"
     for rank in {*range(ranks)} - {1}:
-        assert isinstance(trained.results[rank], EndError) and sentence in str(trained.results[rank])
+        assert isinstance(trained.results[rank], EndError) and sentence in str(trained.results[rank]), trained.results
     assert not trained.record["completed"]
     resumed = trained.resume(ranks, 400)
     assert resumed.ended_well() and resumed.results[0].global_steps >= 400

@@ -411,6 +411,14 @@ def test_without_a_usable_model_training_ends() -> None:
     assert [rank.state.budget.stop for rank in cluster.living] == [Stop.ALL_LEAVE]
 
 
+@pytest.mark.parametrize("number", [1_027_237, 1_039_718])
+def test_the_job_ends_where_the_usable_models_leave_in_the_same_moment(number: int) -> None:
+    """Who has one counts on another that leaves; each that trains on holds NaN. The last to leave finds that out."""
+    cluster = check(schedule(number))
+    assert {rank.state.budget.stop for rank in cluster.living} == {Stop.ALL_LEAVE}
+    assert [rank.number for rank in cluster.living if rank.state.has_left and rank.state.has_model]
+
+
 def test_a_failure_says_how_to_see_it_again() -> None:
     failure = try_all(range(0, 200, 2), protocol=KeepsTheWeightItSends).failure
     assert failure is not None

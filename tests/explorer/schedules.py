@@ -20,7 +20,7 @@ from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import Rules
 from pala.lab.simulate.scenario import Scenario
-from pala.lab.simulate.virtual_cluster import VirtualCluster
+from pala.lab.simulate.virtual_cluster import Rank, VirtualCluster
 
 MIXINGS = tuple(name for name, rule in RULES.items() if not rule.by_pairs)
 STALENESS = (0, 1, 3, 10)
@@ -244,7 +244,13 @@ def _check_places(scenario: Scenario, cluster: VirtualCluster) -> None:
         slowest_s = 3 * _slowest_exchange_s(scenario) + 4 * scenario.again_s
         if scenario.patience_s > END_S and cluster.budget_known_s > ready_s + slowest_s:
             without = [rank for rank in training if not cluster.ranks[rank].state.has_model]
-            _demand(not without, f"places: nobody has sent a model to ranks {without}")
+            senders = [rank for rank in training if _can_send_a_model(cluster.ranks[rank])]
+            _demand(not without or not senders, f"places: nobody has sent a model to ranks {without}")
+
+
+def _can_send_a_model(rank: Rank) -> bool:
+    """Return whether a rank that trains has a model of use. Where none has, one that has left ends the job."""
+    return rank.state.has_model and not rank.state.has_left and bool(np.isfinite(rank.model).all())
 
 
 def _slowest_exchange_s(scenario: Scenario) -> float:
