@@ -283,7 +283,7 @@ class GossipExchange(ModelExchange):
             budget.peer_died(rank)
         if end.stop is not Stop.NONE:
             budget.stayed(end.stayed)
-        budget.merge(end.steps_by_rank, end.stop)
+        budget.agreed(end.steps_by_rank, end.stop)
         return end.stop
 
     def abandon(self) -> None:
