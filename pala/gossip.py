@@ -76,6 +76,7 @@ class Gossip:
     _num_late = 0  # updates after training had ended
     _living: Sequence[int] = ()  # of whom `on_change` knows
     _heals = 0
+    _has_said_not_finite = False
     _distance: float | None = None
     _has_left = False
     _has_ended = False  # all have met for the last time
@@ -342,7 +343,7 @@ class Gossip:
         if self._trace is not None:
             self._trace.lap("loop")
         flat.gather()
-        if not exchange.after_unchecked_update(steps, flat.is_finite) and exchange.stop is Stop.NONE:
+        if not exchange.after_unchecked_update(steps, self._is_finite) and exchange.stop is Stop.NONE:
             raise PalaError(
                 f"[rank {self.rank}] the model is not finite, and no peer has sent one that is. Lower the "
                 "learning rate."
@@ -353,6 +354,18 @@ class Gossip:
         if self._momentum is not None and exchange.heals > self._heals:
             self._momentum.restart()
         self._tell_changes(exchange)
+
+    def _is_finite(self) -> bool:
+        """Return whether the model is finite; say it if it is not, the first time."""
+        assert self._flat is not None
+        is_finite = self._flat.is_finite()
+        if not is_finite and not self._has_said_not_finite:
+            self._has_said_not_finite = True
+            log(
+                f"[rank {self.rank}] the model is not finite after {self._updates:,} updates: it waits for a peer's, "
+                "up to 300 s. If no rank has one, lower the learning rate. This is said once."
+            )
+        return is_finite
 
     def _tell_changes(self, exchange: GossipExchange) -> None:
         """Print deaths on the lowest living rank, and call `on_change` for what has happened since the last call."""

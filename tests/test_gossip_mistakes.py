@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -199,6 +200,22 @@ def test_average_on_one_rank_only_names_the_others(lines: list[str], monkeypatch
     waits = [line for line in lines if "has waited" in line]
     assert waits[0] == "[rank 1] has waited 0 s at `average()` for ranks 0, 2."
     assert all(line.startswith("[rank 1]") for line in waits)
+
+
+def test_a_model_that_is_not_finite_is_said_once(lines: list[str]) -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        model, updates = zeros(), 0
+        with Gossip(model, total_steps=200, comm=comm) as gossip:
+            while gossip.goes_on:
+                updates += 1
+                add(model)
+                if comm.rank == 1 and updates in (5, 10):
+                    model.weight.data.fill_(float("nan"))
+                gossip.after_update(steps=1)
+
+    on_ranks(3, main)
+    (line,) = [line for line in lines if "not finite" in line]
+    assert re.match(r"\[rank 1\] the model is not finite after \d+ updates: it waits for a peer's", line)
 
 
 def test_a_death_is_printed_once(lines: list[str]) -> None:
