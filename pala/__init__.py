@@ -21,6 +21,7 @@ from __future__ import annotations
 import pala.system.search_path  # noqa: F401  first of all: it takes the working directory off the path
 
 # isort: split
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -127,8 +128,23 @@ def fit(
 
 @contextmanager
 def _with_random_numbers_of_its_own() -> Iterator[None]:
-    """Restore torch's global generator, which training seeds: a script then draws from it what it would have drawn."""
-    if "torch" not in sys.modules:  # a spare that sleeps does not load it
+    """Restore the global generators that training seeds: a script then draws from them what it would have drawn."""
+    own, numpy = random.getstate(), sys.modules.get("numpy")  # a spare that sleeps loads neither it nor torch
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    try:
+        with _with_random_numbers_of_torch():
+            yield
+    finally:
+        random.setstate(own)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+        elif "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
+
+
+@contextmanager
+def _with_random_numbers_of_torch() -> Iterator[None]:
+    if "torch" not in sys.modules:
         yield
         return
     import torch
