@@ -166,7 +166,7 @@ def _note_on_unused(request: Request) -> None:
     config, code = request.config, request.code
     if code.make_env is not None:  # which wins over the id
         config = replace(config, env=replace(config.env, id="environment made in Python"))
-    note_on_thread()
+    note_on_thread("have `on_update` return False")
     note = note_on_unused(config, Config(), code.make_env is not None, code.make_network is not None)
     if request.resume is None and note:
         log(note)

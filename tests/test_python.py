@@ -1238,7 +1238,7 @@ def test_fit_in_a_thread_says_that_it_hears_no_signals(
     """A SIGTERM ended it without a checkpoint and without a word."""
     one_rank(lambda: pala.fit(configure(tmp_path, steps=40)))  # a rank of tests is a thread
     assert capsys.readouterr().err.count("runs in a thread, which hears no signals") == 1
-    note_on_thread()
+    note_on_thread("stop")
     assert capsys.readouterr().err == ""
 
 
