@@ -5,7 +5,7 @@ from __future__ import annotations
 _SHARE_OF_BUDGET = 0.05
 """Part of the budget after which the entropy should have moved."""
 _SHARE_OF_START = 0.01  # of the budget, in which a run that continues may still count as at its start
-_TIMES_FIRST = 2  # steps before the second look, in those before the first: a short run's first record comes late
+_TIMES_FIRST = 5  # steps before the second look, in those before the first: a short run's first record comes late
 _FLAT = 0.01  # of the first value, or of one nat if that is more
 
 
