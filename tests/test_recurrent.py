@@ -366,6 +366,9 @@ def config_of(folder: Path, memory: str, steps: int) -> Config:
     )  # fmt: skip
 
 
+OF_ONE_RUN = pytest.mark.xdist_group("recurrent run")  # it is trained once for all of them
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Trained and resumed, in the maze of the example."""
@@ -396,6 +399,7 @@ def played(policy: Any, act: Callable[[np.ndarray], Any], episodes: int = 20) ->
 
 
 @pytest.mark.slow
+@OF_ONE_RUN
 def test_a_loaded_policy_remembers_until_it_is_reset(run: Path) -> None:
     policy = pala.load_policy(run)
     assert played(policy, lambda observation: policy.act(observation, greedy=True)) > 0.8
@@ -408,6 +412,7 @@ def test_a_loaded_policy_remembers_until_it_is_reset(run: Path) -> None:
 
 
 @pytest.mark.slow
+@OF_ONE_RUN
 def test_states_go_in_and_out(run: Path) -> None:
     policy = pala.load_policy(run)
     assert policy.state is None
@@ -437,6 +442,7 @@ def test_states_go_in_and_out(run: Path) -> None:
 
 
 @pytest.mark.slow
+@OF_ONE_RUN
 def test_an_export_takes_and_gives_the_state(run: Path, tmp_path: Path) -> None:
     policy = pala.load_policy(run)
     policy.export(tmp_path / "policy.pt2", action_masks=True)
