@@ -897,8 +897,9 @@ def tidy(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("tidy")
 def test_a_job_whose_rank_or_mpirun_is_killed_is_resumed_to_completion(mpi: Launcher, tmp_path: Path) -> None:
     """First ranks, then mpirun, whose ranks may outlive it: they are waited for, so that no job is beside another."""
-    run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.002)
-    options = [*CARTPOLE, "--env.id", "Paced-v0", *OFTEN, "--total-steps", "100000"]
+    run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.01)
+    # Until it is free, training takes 100 s.
+    options = [*CARTPOLE, "--env.id", "Paced-v0", *OFTEN, "--total-steps", "20000"]
     job = start(mpi, "-n", "2", *options, cwd=tmp_path, env=paced | {"TMPDIR": str(tmp_path)})
     wait_for_checkpoints(job, run)
     victims = ranks_in(tmp_path)
@@ -932,12 +933,12 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
         "    time.sleep(3)\n    os.kill(os.getpid(), 9)\n"
     )
     environment = {"PYTHONPATH": f"{tmp_path / 'broken'}:{REPOSITORY}"}
-    options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "40"]
+    options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "15"]
     job = start(any_mpi, "-n", "2", *options, cwd=tmp_path, env=environment)
     job.wait()
     assert job.status == 0 and re.search(r"is complete after \d restart", job.output), job.output
     # Rank 0, too, may be slow.
-    said = r"after 40 s \('run.start_timeout_s'\) (rank 1|ranks 0, 1) did not begin; the job is ended"
+    said = r"after 15 s \('run.start_timeout_s'\) (rank 1|ranks 0, 1) did not begin; the job is ended"
     assert re.search(said, job.output), job.output
     assert "pala-announcement" not in job.output
 
