@@ -279,9 +279,9 @@ def test_a_spare_takes_the_place_of_a_killed_actor_and_learner(any_mpi: Launcher
 
 def test_a_stopped_shard_ends_the_job_with_a_sentence(any_mpi: Launcher, tmp_path: Path) -> None:
     """Also the process that is stopped."""
-    job = start_ulfm(any_mpi, 3, "--gorila.patience-s", "5", *ENDLESS, cwd=tmp_path)
+    job = start_ulfm(any_mpi, 2, "--gorila.patience-s", "5", *ENDLESS, cwd=tmp_path)
     run = tmp_path / "runs/r"
-    wait_for(lambda: all_learn(run, 3), what="learning")
+    wait_for(lambda: all_learn(run, 2), what="learning")
     os.kill(pids_of_ranks(tmp_path)[0], signal.SIGSTOP)
     job.wait()
     assert job.status != 0 and "Traceback" not in job.output, job.output

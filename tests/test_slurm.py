@@ -21,7 +21,7 @@ from virtual_hosts import VirtualHosts, VirtualHostsError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.xdist_group("slurm")]  # one cluster for all of them
 OFTEN = ["--run.checkpoint-interval-s", "0.5"]
-_LOOK_S = 0.3  # each look is a process
+_LOOK_S = 0.6  # each look is a process
 
 
 @contextmanager
