@@ -166,12 +166,16 @@ def pytest_sessionfinish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # pytest-xdist looks at the groups when it is its turn
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Leave out `soak` unless it is asked for; keep together what shares ranks, daemons or names of the system."""
+    """Leave out `soak` unless it is asked for; mark as slow what `often` does not name; keep together what shares
+    ranks, daemons or names of the system."""
     if "soak" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("soak")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     for item in items:
+        often = item.get_closest_marker("often")
+        if often is not None and getattr(item, "originalname", item.name) not in often.args:
+            item.add_marker(pytest.mark.slow)
         used = getattr(item, "fixturenames", ())
         if "each_standing" in used:
             item.add_marker(pytest.mark.xdist_group(f"standing {item.callspec.params['each_standing']}"))

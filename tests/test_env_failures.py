@@ -457,6 +457,7 @@ def test_failures_end_before_the_environments_are_all_closed():
             assert Closing.open == 2
 
 
+@pytest.mark.slow
 def test_games_of_atari_are_made_anew_together(monkeypatch):
     config = EnvConfig("ALE/Pong-v5", num_envs=2, restarts=1)
     with make_envs(config) as envs:
@@ -483,6 +484,7 @@ def test_games_of_atari_are_made_anew_together(monkeypatch):
 
 
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
+@pytest.mark.slow
 def test_advantages_around_a_failure_are_those_of_a_cut_before_its_step(gae_lambda):
     """Environment 1 fails in its third step (in the first rollout). What was before is bootstrapped by V of the
     observation that the step began with, the step itself has no advantage, and what follows knows nothing of it."""

@@ -20,6 +20,15 @@ from pala.exchange.gossip.protocol import GossipProtocol
 from pala.system.errors import PalaError
 from support.helpers import slow_but_for
 
+pytestmark = pytest.mark.often(
+    "test_a_planted_bug_is_found",
+    "test_a_bug_planted_in_the_driver_is_found",
+    "test_two_ranks_hold",
+    "test_a_search_that_is_given_up_says_so",
+    "test_who_goes_must_leave_a_model_of_use_behind",
+    "test_mistakes_are_named",
+)
+
 
 def explored(faults: str = "", symmetry: bool = False, first_only: bool = False, **options: Any) -> Explored:
     case = Case(faults=frozenset(faults.split()), **options)
@@ -267,7 +276,6 @@ def test_ranks_that_resume_begin_in_all_rounds() -> None:
     assert len(World(Case(3, "exponential", faults=frozenset({"resume"}))).initial()) == 2**3
 
 
-@pytest.mark.slow
 def test_ranks_that_resume_in_unlike_rounds_hold() -> None:
     assert_holds(explored("resume", symmetry=True, ranks=3, topology="exponential", max_staleness=0, updates=2))
 

@@ -11,6 +11,11 @@ from explorer.groups import Case, Member, Phase, explore, walk
 from pala.exchange.budget import Stop
 from support.helpers import slow_but_for
 
+pytestmark = pytest.mark.often(
+    "test_a_planted_bug_is_found",
+    "test_a_trace_is_told_in_words",
+)
+
 ALL = frozenset({"death", "leave", "signal", "callback"})
 
 

@@ -35,7 +35,7 @@ from support.mpi import (
 from support.run_folders import all_train, intervals, local_steps, longest_gap_s, total
 from support.standing_ranks import StandingRanks
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 ENDLESS = ["--total-steps", "100000000"]
 
@@ -78,7 +78,6 @@ def wait_until_all_train(cwd: Path, ranks: int) -> dict[int, int]:
     return pids_of_ranks(cwd)
 
 
-@pytest.mark.slow
 def test_when_ranks_are_killed_the_others_take_over(any_mpi: Launcher, standing: StandingRanks, tmp_path: Path) -> None:
     """The first, which keeps run.json, and one more."""
     killed = (0, 2)
@@ -142,7 +141,6 @@ print(f"the script goes on: {{result.status}}")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("spares", "dies"), [(0, True), (1, False)])
 def test_a_script_ends_after_a_death_and_with_spares(
     spares: int, dies: bool, any_mpi: Launcher, tmp_path: Path
@@ -157,7 +155,6 @@ def test_a_script_ends_after_a_death_and_with_spares(
     assert_all_end(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_rank_told_to_leave_goes_and_the_others_go_on(mpi: Launcher, tmp_path: Path) -> None:
     """Under MPICH, which needs its process, it sleeps."""
     job, run = start(mpi, 3, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
@@ -206,7 +203,6 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.slow
 def test_deaths_one_after_the_other_take_spares_until_there_are_none(any_mpi: Launcher, tmp_path: Path) -> None:
     """A spare that sleeps, two ranks at once, of which the first keeps run.json, and a spare that has joined."""
     pids, run = start_with_spares(any_mpi, 3, 3, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
@@ -236,7 +232,6 @@ def test_deaths_one_after_the_other_take_spares_until_there_are_none(any_mpi: La
     assert "rank 4, a spare" in job.output and total(run, "models_refused") == 0
 
 
-@pytest.mark.slow
 def test_a_death_in_the_last_moment_needs_no_spare(any_mpi: Launcher, tmp_path: Path) -> None:
     """The first rank and a spare die when they have heard of the end."""
     arguments = [*CARTPOLE, "--run.name", "r", "--run.spares", "1", "--total-steps", "4000"]
@@ -262,7 +257,6 @@ pala.train.main()
     assert "joined_ranks" not in segment and "takes the place" not in job.output, job.output
 
 
-@pytest.mark.slow
 def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: Path) -> None:
     alone = ["--total-steps", "6000", "--exchange.kind", "none"]
     job, run = start_disturbed(any_mpi, 2, SLOW_UNTIL_FREE, *alone, cwd=tmp_path), tmp_path / "runs/r"
@@ -276,7 +270,6 @@ def test_independent_learners_outlive_one_another(any_mpi: Launcher, tmp_path: P
     assert local_steps(run)[1] == 3000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("spares", [0, 1])
 def test_a_stopped_job_says_its_last_words_when_ranks_are_gone(spares: int, any_mpi: Launcher, tmp_path: Path) -> None:
     """The others do not exit before, which would have mpirun end the job: not where one was killed, nor with spares."""
@@ -291,7 +284,6 @@ def test_a_stopped_job_says_its_last_words_when_ranks_are_gone(spares: int, any_
     assert "go on with: mpirun --with-ft ulfm -np 3 python -m pala.train --resume runs/r" in job.output, job.output
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_before_its_first_step_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
     """They step already: all have left what comes before training."""
     disturbance = """
@@ -310,7 +302,6 @@ def test_a_rank_that_is_killed_before_its_first_step_leaves_the_others(any_mpi: 
     assert_all_end(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_makes_its_environments_ends_the_job(
     any_mpi: Launcher, standing: StandingRanks, tmp_path: Path
 ) -> None:
@@ -337,7 +328,6 @@ cli.main()
     assert again.status == 0 and record_of(tmp_path / "runs/r")["completed"], again.output
 
 
-@pytest.mark.slow
 def test_when_all_ranks_fail_the_run_is_not_complete(any_mpi: Launcher, tmp_path: Path) -> None:
     """One after the other, the second when it is known that the first is gone: it knows that it is alone."""
     disturbance = """
@@ -356,7 +346,6 @@ def test_when_all_ranks_fail_the_run_is_not_complete(any_mpi: Launcher, tmp_path
     assert_all_end(tmp_path)
 
 
-@pytest.mark.slow
 def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi: Launcher, tmp_path: Path) -> None:
     """Each takes the other to go on: whether one of them is left to say `failed` is a matter of luck."""
     disturbance = """
@@ -372,7 +361,6 @@ def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi:
     assert_all_end(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mixing"), [(3, "uniform"), (2, "paired")])
 def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     any_mpi: Launcher, ranks: int, mixing: str, tmp_path: Path
@@ -398,7 +386,6 @@ def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     assert record_of(run)["segments"][0]["status"] == "stopped" and "has died" not in job.output
 
 
-@pytest.mark.slow
 def test_a_rank_that_never_comes_to_the_end_ends_the_job(
     any_mpi: Launcher, standing: StandingRanks, tmp_path: Path
 ) -> None:
@@ -419,7 +406,6 @@ def test_a_rank_that_never_comes_to_the_end_ends_the_job(
     assert done.status == 0 and record_of(tmp_path / "runs/r")["completed"], done.output
 
 
-@pytest.mark.slow
 def test_nobody_spins_or_is_deaf_while_a_rank_is_stopped_as_it_saves_the_policy(
     any_mpi: Launcher, tmp_path: Path
 ) -> None:
@@ -442,7 +428,6 @@ def test_nobody_spins_or_is_deaf_while_a_rank_is_stopped_as_it_saves_the_policy(
     assert not record["completed"] and record["segments"][0]["status"] == "failed"
 
 
-@pytest.mark.slow
 def test_when_the_rank_that_evaluates_is_killed_another_does(any_mpi: Launcher, tmp_path: Path) -> None:
     """Until a signal interrupts it. The policy is there by then; only the evaluation is missing."""
     job = start(any_mpi, 2, "--total-steps", "1000", "--evaluation.episodes", "1000000", cwd=tmp_path)
@@ -459,7 +444,6 @@ def test_when_the_rank_that_evaluates_is_killed_another_does(any_mpi: Launcher, 
     load_policy(tmp_path / "runs/r/policy.safetensors")
 
 
-@pytest.mark.slow
 def test_without_fault_tolerance_the_job_ends_and_is_resumed(
     mpi: Launcher, standing: StandingRanks, tmp_path: Path
 ) -> None:
@@ -511,9 +495,7 @@ def has_a_folder(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.parametrize(
-    "stage", [has_begun, *(pytest.param(later, marks=pytest.mark.slow) for later in (loads_torch, has_a_folder))]
-)
+@pytest.mark.parametrize("stage", [has_begun, loads_torch, has_a_folder])
 def test_a_signal_during_the_start(
     any_mpi: Launcher, number: int, stage: Callable[[Path], bool], tmp_path: Path
 ) -> None:
@@ -533,7 +515,6 @@ def test_a_signal_during_the_start(
 
 
 @pytest.mark.parametrize("program", [["-m", "pala.train"], ["-m", "pala", "train"]])
-@pytest.mark.slow
 def test_a_rank_that_is_told_to_leave_as_it_starts_is_not_killed(program: list[str], tmp_path: Path) -> None:
     """Started as `supervise.py` starts it. Told in its first instructions it goes on; told later, it leaves."""
     command = [*_AS_RANK, sys.executable, *program, *CARTPOLE, "--run.name", "r", *ENDLESS]
@@ -549,7 +530,6 @@ def test_a_rank_that_is_told_to_leave_as_it_starts_is_not_killed(program: list[s
     assert record_of(tmp_path / "runs/r")["segments"][0]["signal"] == "SIGUSR2"
 
 
-@pytest.mark.slow
 def test_usr1_in_training_ends_with_a_checkpoint_however_long_that_takes(any_mpi: Launcher, tmp_path: Path) -> None:
     """A step of two seconds stands for a slow environment or disk: mpirun would have killed it after a TERM."""
     disturbance = """
@@ -565,7 +545,6 @@ def test_usr1_in_training_ends_with_a_checkpoint_however_long_that_takes(any_mpi
     assert f"stopped after {segment['global_steps']:,} steps" in job.output
 
 
-@pytest.mark.slow
 def test_a_term_during_the_evaluation(any_mpi: Launcher, tmp_path: Path) -> None:
     """The policy is there by then; only the evaluation is missing. mpirun may not leave the time to say so."""
     job = start(any_mpi, 2, "--total-steps", "1000", "--evaluation.episodes", "1000000", cwd=tmp_path)
@@ -577,7 +556,6 @@ def test_a_term_during_the_evaluation(any_mpi: Launcher, tmp_path: Path) -> None
     load_policy(run / "policy.safetensors")
 
 
-@pytest.mark.slow
 def test_the_launch_script_passes_term_on_as_usr1(any_mpi: Launcher, tmp_path: Path) -> None:
     script = [str(REPOSITORY / "launch/train.sh"), "-n", "2", str(REPOSITORY / "configs/quickstart.toml")]
     options = [*CARTPOLE, "--env.id", "Paced-v0", "--run.dir", str(tmp_path), "--run.name", "r", *ENDLESS]
@@ -595,7 +573,6 @@ def test_ulfm_is_what_survives(any_mpi: Launcher) -> None:
     assert survivable(mpirun) == survivable(f"{mpirun} --with-ft ulfm") == [mpirun, "--with-ft", "ulfm"]
 
 
-@pytest.mark.slow
 @pytest.mark.alone
 def test_a_rank_that_is_four_times_slower_leaves_the_others_their_speed(any_mpi: Launcher, tmp_path: Path) -> None:
     """It is slow for a while, then as fast as they for as long, and so on; on a ring, all wait for one peer. What else
@@ -659,7 +636,6 @@ gymnasium.register("Counted-v0", Counted)
 """
 
 
-@pytest.mark.slow
 def test_a_job_outlives_the_processes_of_its_environments(any_mpi: Launcher, tmp_path: Path) -> None:
     """Killed six times, each rank plays on as fast as before; no return is of two episodes, none of a part."""
     run, num_envs = tmp_path / "runs/r", 2

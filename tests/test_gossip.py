@@ -109,7 +109,10 @@ def test_a_large_model_comes_on_the_transports_thread(large: bool, monkeypatch: 
     def main(comm: MemoryCommunicator) -> int:
         return train(comm, total_steps=300)[1].global_steps
 
-    assert min(on_ranks(2, main)) >= 300
+    for _ in range(1 if large else 50):  # which of two threads is first is a matter of luck
+        assert min(on_ranks(2, main)) >= 300
+        if by[False]:
+            break
     assert by.total() > 20 and (by[False] == 0) == large
 
 

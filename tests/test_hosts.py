@@ -135,6 +135,7 @@ def test_shared_memory_between_hosts_is_refused(possible: Launcher, tmp_path: Pa
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_links_can_be_cut_and_mended(possible: Launcher) -> None:
     with VirtualHosts(2) as hosts:
         carrier = [*hosts.inside(1), "ip", "-oneline", "link", "show", "eth0"]
@@ -155,6 +156,7 @@ while :; do sleep .1; done
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.slow
 def test_the_command_passes_signals_on_and_ends_its_hosts(
     number: signal.Signals, possible: Launcher, tmp_path: Path
 ) -> None:
@@ -174,6 +176,7 @@ def test_the_command_passes_signals_on_and_ends_its_hosts(
     assert_all_end(tmp_path, "all processes")  # what is left of the job, holders
 
 
+@pytest.mark.slow
 def test_a_signal_while_mpirun_is_being_started_reaches_it(possible: Launcher, tmp_path: Path) -> None:
     (tmp_path / "mpirun").write_text(FAKE_MPIRUN)
     (tmp_path / "mpirun").chmod(0o755)
@@ -199,6 +202,7 @@ virtual_hosts.main()
     assert_all_end(tmp_path, "all processes")
 
 
+@pytest.mark.slow
 def test_the_end_of_the_process_is_the_end_of_its_hosts(possible: Launcher, tmp_path: Path) -> None:
     """Even when it is killed and can clean nothing up."""
     source = "import sys, time\nfrom virtual_hosts import VirtualHosts\nwith VirtualHosts(2):\n"

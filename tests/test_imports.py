@@ -180,6 +180,7 @@ except SystemExit as exit_:
         (HELP.format("play"), set()),
     ],
 )
+@pytest.mark.slow
 def test_what_is_heavy_is_loaded_late_or_never(code: str, allowed: set[str]) -> None:
     """evaluate and train size thread pools first; benchmark and simulate use no MPI in their own process; the pure
     layers of gossip need neither torch nor MPI."""

@@ -44,6 +44,7 @@ NAMES = ["info", "method", "tuple of choices", "choices by a method"]
     ("make_env", "vectorization"),
     [*((make_env, "sync") for make_env in MAKERS), *((make_env, "async") for make_env in MAKERS[1:3])],
 )
+@pytest.mark.slow
 def test_masks_are_those_of_the_next_step(make_env: Any, vectorization: str) -> None:
     """An environment that ended shows the mask of its reset. Actions by the masks never raise."""
     envs = make_envs(EnvConfig("x", num_envs=3, vectorization=vectorization), make_env=make_env)
@@ -314,6 +315,7 @@ def test_masks_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make_env", [INFO, partial(Fickle, "tuple", CHOICES)])
+@pytest.mark.slow
 def test_an_export_takes_masks(tmp_path: Path, make_env: Any) -> None:
     policy, envs = policy_for(tmp_path, make_env)
     policy.export(tmp_path / "policy.pt2", action_masks=True)
@@ -345,6 +347,7 @@ def test_a_run_with_masks_from_end_to_end(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("gives_info", [True, False])
+@pytest.mark.slow
 def test_masks_that_are_only_observed_are_told(gives_info: bool, tmp_path: Path, capsys: Any) -> None:
     """RLlib's convention: training took what was not allowed without a word."""
 

@@ -14,7 +14,15 @@ import torch
 
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
-from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed, write_paced
+from support.helpers import (
+    CARTPOLE,
+    SLOW_UNTIL_FREE,
+    record_of,
+    slow_but_for,
+    wait_for,
+    write_disturbed,
+    write_paced,
+)
 from support.mpi import LAUNCHERS, Job, Launcher, assert_all_end, assert_one_sentence, processes_in
 from support.run_folders import all_train, assert_trained_one_policy, states_of
 from support.standing_ranks import StandingRanks
@@ -313,7 +321,7 @@ STOPPED = """if True:
 
 
 @pytest.mark.parametrize("number", ["SIGUSR1", "SIGHUP"])
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"], indirect=True)
+@pytest.mark.parametrize("mpi", slow_but_for(["openmpi", "mpich"], "openmpi"), indirect=True)
 def test_a_rank_that_is_told_to_stop_before_it_trains_ends(mpi: Launcher, number: str, tmp_path: Path) -> None:
     """MPICH caught SIGUSR1, by which a supervisor passes on all signals, until PALA did, and UCX caught SIGHUP:
     training went on."""
@@ -321,6 +329,7 @@ def test_a_rank_that_is_told_to_stop_before_it_trains_ends(mpi: Launcher, number
     assert job.status != 0 and "goes on" not in job.output, job.output
 
 
+@pytest.mark.slow
 def test_mpirun_of_another_mpi_is_named(tmp_path: Path) -> None:
     if len(LAUNCHERS) < 2:
         pytest.skip("needs Open MPI and MPICH: ./launch/test.sh installs both")
