@@ -176,8 +176,9 @@ def test_a_trace_is_the_shortest_and_told_in_words() -> None:
 
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])
 @pytest.mark.parametrize("max_staleness", slow_but_for([0, 1, 2], 1))
-@pytest.mark.parametrize("faults", ["", "stop", "timer", "death stop", "leave death", "duplicate"])
+@pytest.mark.parametrize("faults", ["stop", "timer", "death stop", "leave death", "duplicate"])
 def test_two_ranks_hold(mixing: str, max_staleness: int, faults: str) -> None:
+    """No fault need happen: what is possible without one is among the states of `stop`, where nothing is sent again."""
     assert_holds(explored(faults, mixing=mixing, max_staleness=max_staleness))
 
 
@@ -233,9 +234,10 @@ def test_three_ranks_hold(max_staleness: int) -> None:
 
 
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])
-@pytest.mark.parametrize("max_staleness", slow_but_for([0, 1], 1))
-@pytest.mark.parametrize("faults", slow_but_for(["", "death", "death stop"], "", "death"))
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("faults", ["", "death stop"])
 def test_two_groups_hold_whoever_leads(mixing: str, max_staleness: int, faults: str) -> None:
+    """No fault need happen: those of a death alone are among the states of both. Without any, nothing is sent again."""
     assert_holds(explored(faults, ranks=3, groups=(0, 0, 1), mixing=mixing, max_staleness=max_staleness))
 
 
