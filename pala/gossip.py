@@ -43,7 +43,7 @@ from pala.exchange.momentum import Momentum
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import Launch
-from pala.system.output import log, say_death
+from pala.system.output import log, one_sentence_for_mistakes, say_death
 from pala.system.trace import Trace
 
 State = Mapping[str, Any] | None
@@ -59,8 +59,9 @@ class Gossip:
     """Averages a model with those of other ranks while each trains on its own. A context manager, used once.
 
     Inside the block the model's float32 tensors are views of one flat vector, so optimisers that were made before stay
-    valid. Change tensors in place, as `load_state_dict` does; replacing one is an error. What travels: all parameters,
-    and the floating-point buffers of `state_dict`, such as BatchNorm's statistics, which are never compressed.
+    valid. Change tensors in place, as `load_state_dict` does; replacing a tensor or a module of the model is an error.
+    What travels: all parameters, and the floating-point buffers of `state_dict`, such as BatchNorm's statistics, which
+    are never compressed.
     """
 
     _flat: FlatTensors | None = None
@@ -75,9 +76,11 @@ class Gossip:
     _num_late = 0  # updates after training had ended
     _living: Sequence[int] = ()  # of whom `on_change` knows
     _heals = 0
+    _has_said_not_finite = False
     _distance: float | None = None
     _has_left = False
     _has_ended = False  # all have met for the last time
+    _is_after_block = False
     _is_mpi = False
 
     def __init__(
@@ -108,6 +111,8 @@ class Gossip:
         (docs/timeline.md). `comm`: the ranks of a test. The others mean what they mean in training. Raises
         PalaError for settings or tensors that cannot be used.
         """
+        if comm is None and Launch.detect().size > 1:
+            one_sentence_for_mistakes()
         exchange = ExchangeConfig(
             topology=topology if isinstance(topology, str) else "auto",
             mixing=mixing,
@@ -211,6 +216,7 @@ class Gossip:
         An exception inside the block ends this rank with its traceback; the other ranks continue where the job outlives
         its ranks (`mpirun --with-ft ulfm`), and end otherwise: they would wait for this one.
         """
+        self._is_after_block = True
         with self._stack:
             if error is not None:
                 self._fail(error)
@@ -273,7 +279,8 @@ class Gossip:
     @property
     def goes_on(self) -> bool:
         """Whether to continue: False once all ranks together have made `total_steps`, or a signal or another rank ended
-        training. Raises PalaError if it is asked again and again without an update."""
+        training. Raises PalaError before the block, and if it is asked again and again without an update."""
+        self._check_begun("goes_on")
         self._num_looks += 1
         if self._num_looks > _MOST_LOOKS:
             raise PalaError(
@@ -300,7 +307,8 @@ class Gossip:
         `max_staleness` exchanges behind and `patience_s` for a peer. Not collective.
 
         `steps`: share of the budget that this update counts. A model that is not finite is replaced by a peer's before
-        it is sent or averaged. Raises PalaError if there is no finite model, or if a tensor was replaced.
+        it is sent or averaged. Raises PalaError if no other rank has one that is finite (a rank that is alone does not
+        look), or if a tensor or a module was replaced.
         """
         flat = self._inside_block("after_update")
         _whole_number("steps", steps)
@@ -335,7 +343,7 @@ class Gossip:
         if self._trace is not None:
             self._trace.lap("loop")
         flat.gather()
-        if not exchange.after_unchecked_update(steps, flat.is_finite) and exchange.stop is Stop.NONE:
+        if not exchange.after_unchecked_update(steps, self._is_finite) and exchange.stop is Stop.NONE:
             raise PalaError(
                 f"[rank {self.rank}] the model is not finite, and no peer has sent one that is. Lower the "
                 "learning rate."
@@ -346,6 +354,18 @@ class Gossip:
         if self._momentum is not None and exchange.heals > self._heals:
             self._momentum.restart()
         self._tell_changes(exchange)
+
+    def _is_finite(self) -> bool:
+        """Return whether the model is finite; say it if it is not, the first time."""
+        assert self._flat is not None
+        is_finite = self._flat.is_finite()
+        if not is_finite and not self._has_said_not_finite:
+            self._has_said_not_finite = True
+            log(
+                f"[rank {self.rank}] the model is not finite after {self._updates:,} updates: it waits for a peer's, "
+                "up to 300 s. If no rank has one, lower the learning rate. This is said once."
+            )
+        return is_finite
 
     def _tell_changes(self, exchange: GossipExchange) -> None:
         """Print deaths on the lowest living rank, and call `on_change` for what has happened since the last call."""
@@ -372,26 +392,37 @@ class Gossip:
         return not self._has_ended and self._meet(self._exchange, _CLOSE_S, "`average()`")
 
     def _inside_block(self, name: str) -> FlatTensors:
-        if self._flat is None:
+        """Return the model's vector. Raises PalaError before and after the block."""
+        if self._flat is None or self._is_after_block:
             raise PalaError(f"Gossip: call '{name}' inside the block `with pala.Gossip(...) as gossip:`.")
         return self._flat
+
+    def _check_begun(self, name: str) -> None:
+        """Raise PalaError before the block, which alone finds out how many ranks there are."""
+        if self._flat is None:
+            raise PalaError(
+                f"Gossip: '{name}' is known from the beginning of the block `with pala.Gossip(...) as gossip:` on."
+            )
 
     # ---- what there is to know ---------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
-        """Number of this rank, from 0."""
+        """Number of this rank, from 0. Raises PalaError before the block."""
+        self._check_begun("rank")
         return 0 if self._comm is None else self._comm.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks that the job began with."""
+        """Number of ranks that the job began with. Raises PalaError before the block."""
+        self._check_begun("size")
         return 1 if self._comm is None else self._comm.size
 
     @property
-    def living(self) -> Sequence[int]:
-        """Ranks that live and train, as far as this rank knows; sorted."""
-        return (0,) if self._exchange is None else self._exchange.living
+    def living(self) -> tuple[int, ...]:
+        """Ranks that live and train, as far as this rank knows; sorted. Raises PalaError before the block."""
+        self._check_begun("living")
+        return (0,) if self._exchange is None else tuple(self._exchange.living)
 
     @property
     def global_steps(self) -> int:
@@ -436,9 +467,7 @@ def _ranks_of_mpi() -> Communicator | None:
     if Launch.detect().size == 1:
         return None
     from pala.comm.mpi_process import start_mpi
-    from pala.system.output import one_sentence_for_mistakes
 
-    one_sentence_for_mistakes()
     return start_mpi()
 
 

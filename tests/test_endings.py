@@ -26,6 +26,7 @@ from pala.a2c.learner import Learner
 from pala.comm.base import Received
 from pala.config import Config, EvaluationConfig
 from pala.envs.vector import MakeEnv
+from pala.exchange.budget import Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.job import conclusion
@@ -130,6 +131,25 @@ def test_the_last_line_has_the_last_records_of_all_ranks(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("steps ")]
     episodes = [sum(record["type"] == "episode" for record in records) for records in read_run(job.run)]
     assert min(episodes) > 0 and f"(mean of the last 100 of {sum(episodes)} episodes)" in line
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_ranks_that_end_for_unlike_reasons_agree_on_the_highest(
+    group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget is met on one as a signal comes to the others: no news of either arrives before the exchange closes.
+    If each kept its own reason, one would average models with ranks that only save theirs, and wait for ever."""
+    close = GossipExchange.close
+
+    def unlike(gossip: GossipExchange, timeout_s: float) -> Stop:
+        gossip._state.budget.stop = Stop.SIGNAL if gossip._comm.rank else Stop.BUDGET
+        return close(gossip, timeout_s)
+
+    monkeypatch.setattr(GossipExchange, "close", unlike)
+    config = configure(tmp_path, group=group)
+    job = train(4, replace(config, env=replace(config.env, id="Paced-v0")))
+    assert [result.status for result in job.results] == ["stopped"] * 4 and job.segment["status"] == "stopped"
+    assert not job.record["completed"]
 
 
 def train_until_all_leave(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

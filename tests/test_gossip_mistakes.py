@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -78,6 +79,23 @@ def test_a_tensor_that_is_replaced_or_changes_its_shape(change: Callable[[nn.Lin
     assert first == last >= 200
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("'1.0'", lambda model: model[1].__setitem__(0, nn.Linear(2, 2))),
+        ("'2'", lambda model: model.append(nn.Linear(2, 2))),
+        ("'1.0'", lambda model: model[1].__delitem__(0)),
+    ],
+)
+def test_a_module_that_is_replaced_or_added(name: str, change: Callable[[nn.Sequential], None]) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.Linear(2, 2)))
+    with Gossip(model, total_steps=2) as gossip:
+        gossip.after_update(steps=1)
+        change(model)
+        with pytest.raises(PalaError, match=rf"other modules since the block began \({name}\)"):
+            gossip.after_update(steps=1)
+
+
 def test_a_bfloat16_tensor_that_changes_its_shape() -> None:
     model = nn.Linear(3, 2).to(torch.bfloat16)
     with pytest.raises(PalaError, match="'bias' of the model"), Gossip(model, total_steps=5) as gossip:
@@ -131,6 +149,7 @@ def test_another_model_or_type_of_settings_on_one_rank() -> None:
     [
         ([torch.zeros(2, dtype=torch.int64)], {}, "of type torch.int64"),
         ([3.0], {}, "is a float"),
+        (torch.optim.SGD([torch.zeros(1)]), {}, "The model is a SGD: give a torch module"),
         (nn.LazyLinear(2), {}, "call the model once"),
         ([tensor := torch.zeros(3), tensor.view(3)], {}, "'tensor 1' and 'tensor 0' .* same memory"),
         (zeros(), {"every": 0}, "'every' is 0"),
@@ -185,6 +204,22 @@ def test_average_on_one_rank_only_names_the_others(lines: list[str], monkeypatch
     assert all(line.startswith("[rank 1]") for line in waits)
 
 
+def test_a_model_that_is_not_finite_is_said_once(lines: list[str]) -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        model, updates = zeros(), 0
+        with Gossip(model, total_steps=200, comm=comm) as gossip:
+            while gossip.goes_on:
+                updates += 1
+                add(model)
+                if comm.rank == 1 and updates in (5, 10):
+                    model.weight.data.fill_(float("nan"))
+                gossip.after_update(steps=1)
+
+    on_ranks(3, main)
+    (line,) = [line for line in lines if "not finite" in line]
+    assert re.match(r"\[rank 1\] the model is not finite after \d+ updates: it waits for a peer's", line)
+
+
 def test_a_death_is_printed_once(lines: list[str]) -> None:
     results = on_ranks(3, lambda comm: train(comm, total_steps=400), fail_at(0, update=5))
     assert isinstance(results[0], Killed)
@@ -219,9 +254,28 @@ def test_a_loop_that_ignores_the_end_says_it_once(size: int, updates: int, said:
     assert len(lines) == said and all("updates since training ended" in line for line in lines)
 
 
-def test_average_outside_the_block() -> None:
+def test_what_is_called_outside_the_block() -> None:
+    """Before it nobody knows how many ranks there are: each would take itself for rank 0 of 1."""
+    gossip = Gossip(zeros(), total_steps=1)
     with pytest.raises(PalaError, match="call 'average' inside the block"):
-        Gossip(zeros(), total_steps=1).average()
+        gossip.average()
+    for name in ("rank", "size", "living", "goes_on"):
+        with pytest.raises(PalaError, match=f"'{name}' is known from the beginning of the block"):
+            getattr(gossip, name)
+    with gossip:
+        gossip.after_update(steps=1)
+    assert (gossip.rank, gossip.size, gossip.living, gossip.goes_on) == (0, 1, (0,), False)
+    for action in (gossip.average, lambda: gossip.after_update(steps=1)):
+        with pytest.raises(PalaError, match="inside the block"):
+            action()
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_mistake_in_a_setting_is_one_sentence_on_real_ranks(any_mpi: Launcher, tmp_path: Path) -> None:
+    script = "import torch, pala; pala.Gossip(torch.nn.Linear(1, 1), total_steps=1, every=0)"
+    done = any_mpi.script(2, script, tmp_path)
+    assert done.status != 0 and "pala: error: Gossip: 'every' is 0" in done.output and "Traceback" not in done.output
 
 
 ALONE = """

@@ -22,9 +22,9 @@ def play(taken_back: float, ranks: int = 3, updates: int = 40, size: int = 20_00
         for update in range(updates):
             step = common + torch.randn(size, generator=draw)
             parameters += step
-            movement.learned()
+            movement.note_own_step()
             parameters -= taken_back * step
-            movement.exchanged()
+            movement.note_exchange()
             if update % 10 == 9:
                 for sketches, sketch in zip((own, moved), movement.take(), strict=True):
                     sketches.append(sketch)
@@ -44,11 +44,11 @@ def test_what_peers_gave_cancels_in_the_mean() -> None:
     for _ in range(30):
         for model, movement in zip(models, movements, strict=True):
             model += torch.randn(5000, generator=draw)
-            movement.learned()
+            movement.note_own_step()
         mean = (models[0] + models[1]) / 2
         for model, movement in zip(models, movements, strict=True):
             model.copy_(mean)
-            movement.exchanged()
+            movement.note_exchange()
     own, moved = zip(*(movement.take() for movement in movements), strict=True)
     assert progress_kept(own, moved) == pytest.approx(1, abs=1e-4)
     assert np.linalg.norm(np.subtract(own[0], moved[0])) > 1
@@ -60,8 +60,8 @@ def test_another_model_is_no_movement() -> None:
     parameters += 5
     movement.restart()
     parameters += 1
-    movement.learned()
-    movement.exchanged()
+    movement.note_own_step()
+    movement.note_exchange()
     own, moved = movement.take()
     assert own == moved and any(own)
     assert progress_kept([[0.0] * 32], [[1.0] * 32]) is None

@@ -1,4 +1,4 @@
-"""The loop of one rank: environments, learn, exchange, log. The file to read first.
+"""One turn of a rank's loop (`run/loop.py`): environments, learn, exchange, log. The file to read first.
 
     act ──▶ rollout ──▶ A2C update ──flat parameters──▶ exchange ──flat parameters──▶ act …
                           └─ its gradient, where the exchange averages that
@@ -91,7 +91,8 @@ class Learner(Loop):
         played = self._play()
         if self._is_to_end:
             if self._exchange.stop is not Stop.NONE:
-                self._exchange.stop_now(self._exchange.stop)  # what was exchanged in the rollout is to be saved, too
+                # It stops already, but what was exchanged in the rollout is owed to the model: now it is moved.
+                self._exchange.stop_now(self._exchange.stop)
             return None
         return played
 
@@ -109,9 +110,10 @@ class Learner(Loop):
         return result
 
     def _count_update(self, result: UpdateResult) -> None:
+        """Count an update. One that was left out while the mean squares are 0 is no part of the warm-up."""
         self.counters.updates += 1
         if not result.applied and self._a2c.kept.warms_up_from == self.counters.updates - 1:
-            self._a2c.kept.warms_up_from += 1  # the mean squares are 0 still
+            self._a2c.kept.warms_up_from += 1
         self.counters.local_steps += self._config.steps_per_update
         self.counters.applied += result.applied
         if result.applied:
@@ -185,12 +187,12 @@ class Learner(Loop):
         healthy = result.applied or bool(self._flat.data.isfinite().all())
         self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
         if healthy:
-            self._movement.learned()
+            self._movement.note_own_step()
         with self._exchanging():
             heals = self._exchange.heals
             finite = self._exchange.after_update(self._config.steps_per_update, healthy)
         if healthy and self._exchange.heals == heals:
-            self._movement.exchanged()
+            self._movement.note_exchange()
         else:
             self._movement.restart()
             self._a2c.restart_momentum()

@@ -31,11 +31,11 @@ class Movement:
         self._begin = self._last = parameters[self._indices]
         self._own = torch.zeros_like(self._last)
 
-    def learned(self) -> None:
+    def note_own_step(self) -> None:
         """Count a step of the rank's own."""
         self._own += self._parameters[self._indices] - self._last
 
-    def exchanged(self) -> None:
+    def note_exchange(self) -> None:
         """Count what an exchange did, whether it has changed the model or not."""
         self._last = self._parameters[self._indices]
 

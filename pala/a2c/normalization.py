@@ -62,8 +62,9 @@ class Normalization:
         return bool(self._flat.gradient[self._flat.num_learned :].isfinite().all())
 
     def learn(self, healthy: bool) -> None:
-        """Take that into the moments, if it is `healthy`; new ones as far as they can. The next rollout may begin: one
-        reward that was not finite does not stay in the returns."""
+        """Update the moments with what was gathered if the update is `healthy`; if not, only those that have seen
+        nothing yet, and only from finite samples. A reward that was not finite does not stay in the next rollout's
+        returns."""
         if not healthy and self._returns_B is not None:
             self._returns_B = self._returns_B.nan_to_num(0.0, 0.0, 0.0)
         for what, samples in self._samples.items():

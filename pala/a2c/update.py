@@ -130,7 +130,7 @@ class A2C:
         self.mean_square = torch.zeros_like(flat.data)
         self.kept = Kept()
         self._usual_square: float | None = None  # of the gradient's norm; a resumed run begins anew
-        self._num_norms = 0  # in that
+        self._num_norms = 0  # in `_usual_square`
         self._momentum: Momentum | None = None
         if config.momentum:
             from pala.exchange.momentum import Momentum
@@ -186,11 +186,11 @@ class A2C:
                 config.rmsprop_alpha,
                 config.rmsprop_epsilon,
                 config.rmsprop_epsilon_inside_root,
-                self._known_share(updates + 1 - self.kept.warms_up_from),
+                self._bias_correction(updates + 1 - self.kept.warms_up_from),
             )
         return UpdateResult(loss, norm, finite)
 
-    def _known_share(self, squares: int) -> float:
+    def _bias_correction(self, squares: int) -> float:
         """Return the share that `squares` squared gradients make up of their mean, which began at 0 (Adam, arXiv
         1412.6980, section 3); 1: that is not corrected."""
         config = self._config

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Stop(enum.IntEnum):
-    """Reasons to end training. Of several the highest counts."""
+    """Reasons to end training. Each rank keeps its first; at the end all agree on the highest."""
 
     NONE = 0
     BUDGET = 1
@@ -111,8 +111,14 @@ class StepBudget:
         self.stop_now(stop)
         self._check_budget()
 
+    def agreed(self, steps_by_rank: np.ndarray, stop: Stop) -> None:
+        """Take over what all ranks have agreed on: the steps, and the end, whichever reason this rank had."""
+        self.merge(steps_by_rank, stop)
+        if stop is not Stop.NONE:
+            self.stop = stop
+
     def stop_now(self, reason: Stop) -> None:
-        """End training on this rank, which will tell the others."""
+        """End training on this rank, which will tell the others. A later reason changes nothing before the end."""
         if self.stop is Stop.NONE:
             self.stop = reason
 

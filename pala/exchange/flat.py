@@ -30,8 +30,10 @@ def named_tensors(model: nn.Module | Iterable[Tensor]) -> tuple[Named, Named]:
         kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         named = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) in kept]
         buffers = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
-    else:
+    elif isinstance(model, Iterable):
         parameters = [(f"tensor {number}", tensor) for number, tensor in enumerate(model)]
+    else:
+        raise PalaError(f"The model is a {type(model).__name__}: give a torch module, or tensors.")
     if not parameters:
         raise PalaError("The model has no parameters to exchange.")
     for name, tensor in parameters:
@@ -77,6 +79,8 @@ class FlatTensors:
         self._views: list[tuple[str, Tensor, Tensor]] = []
         self._rounded: list[tuple[str, Tensor, Tensor]] = []  # and where the vector has them
         self._owners = _owners(owner, {id(tensor) for _, tensor in named})
+        modules = owner.named_modules() if owner is not None else ()
+        self._children = [(name, module._modules, dict(module._modules)) for name, module in modules]
         offset = 0
         for name, tensor in named:
             part = self.data[offset : offset + tensor.numel()]
@@ -110,13 +114,17 @@ class FlatTensors:
             tensor.detach().copy_(inside)
 
     def check(self) -> None:
-        """Raise PalaError if a tensor of the model is no longer the one that is exchanged, or has another shape."""
+        """Raise PalaError if a tensor or a module of the model is no longer the one that is exchanged, or has another
+        shape."""
         for name, tensor, shape, place in self._as_they_were:
             if tensor.shape != shape or (place is not None and tensor.data_ptr() != place):
                 raise _replaced(name)
         for tensors, name, tensor in self._owners:
             if tensors.get(name) is not tensor:
                 raise _replaced(name)
+        for name, now, before in self._children:
+            if now != before:
+                raise _has_other_modules(name, {key for key in now.keys() | before if now.get(key) != before.get(key)})
 
     def is_finite(self) -> bool:
         """Return whether the vector holds neither NaN nor infinity. A finite sum shows that in one pass."""
@@ -144,6 +152,14 @@ def _replaced(name: str) -> PalaError:
     return PalaError(
         f"'{name}' of the model has another tensor or shape since the block began, so it would not be exchanged. "
         "Change it in place: `with torch.no_grad(): parameter.copy_(...)`."
+    )
+
+
+def _has_other_modules(owner: str, names: set[str]) -> PalaError:
+    changed = ", ".join(f"'{f'{owner}.' * bool(owner)}{name}'" for name in sorted(names))
+    return PalaError(
+        f"The model has other modules since the block began ({changed}), which would not be exchanged. Change tensors "
+        "in place, or end the block and begin another."
     )
 
 

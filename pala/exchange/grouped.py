@@ -258,9 +258,9 @@ class GroupedGossip(GossipExchange):
         if not self._all_end and not self._state.has_left:
             self._arrive_at_end()
             self._wait_for_group(self._is_decided, "the end of its group", timeout_s)  # they are, or will be, at it
-        stop = super().close(timeout_s)
+        self._end = super().close(timeout_s)
         self._is_closed = True
-        return stop
+        return self._end
 
     def metrics(self) -> dict[str, Any]:
         return super().metrics() | {"group": self._groups[self._comm.rank], "group_ranks": len(self._members)}

@@ -54,8 +54,8 @@ class Message(NamedTuple):
 
     kind: enum.IntEnum
     sender: int
-    round: int
-    weight: float
+    round: int  # of its sender; of an offer its number, which the reply to it repeats
+    weight: float  # push-sum's; of an answer the fraction to move by; of a refusal its reason
     stop: Stop
     steps_by_rank: np.ndarray  # uint64 [ranks]
     format: Format = Format.FLOAT32

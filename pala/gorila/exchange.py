@@ -188,7 +188,7 @@ class GorilaExchange(Exchange, Receiver):
         budget = self._node.budget
         has_left = self._members.has_left
         end = agree_on_end(self._comm, budget.stop, budget.steps_by_rank, timeout_s, self._interrupt, has_left)
-        budget.merge(end.steps_by_rank, end.stop)
+        budget.agreed(end.steps_by_rank, end.stop)
         self._forget_all_but(end.living)
         budget.stayed(end.stayed)
         return end.stop

@@ -50,7 +50,7 @@ def canonical(s: GossipState, rules: Rules, now_s: float, has_ended: bool, perio
         s.leaves = False
         s.stayers.clear()
     if s.has_left or s.budget.stop is not Stop.NONE:
-        s.assures.clear()
+        s.leavers.clear()
     if s.budget.stop is not Stop.NONE:  # it sends no models of its own, and never waits
         s.owed.clear()
         s.wants_whole.clear()
@@ -82,7 +82,7 @@ def _forget_times(s: GossipState, rules: Rules, now_s: float) -> None:
     s.now_s = since(s.now_s, rules.patience_s)
     # Updates and transfers are taken to be short, so after the first update patience is as set. Longer ones would make
     # it longer; here it may end at any time, or never.
-    s.resumed_s = s.transfer_s = 0.0
+    s.update_began_s = s.transfer_s = 0.0
     s.update_s = math.inf if s.update_s == math.inf and rules.patience_s < math.inf else 0.0
 
 

@@ -285,7 +285,7 @@ class TopK(Codec):
         if self._always_whole:
             del self.sizes[Format.TOP_K]
         self._reference, self._change = parameters.clone(), torch.empty_like(parameters)
-        self._sample, self._rank_in_sample = self._plan_sample(size, parameters.device)
+        self._sample, self._place_in_sample = self._plan_sample(size, parameters.device)
         self._num_packed = 0
         self._sum, self._count = (torch.zeros(size, pin_memory=parameters.is_cuda) for _ in range(2))
         self._indices: Tensor | None = None  # of the staged values; None: all
@@ -312,7 +312,7 @@ class TopK(Codec):
     def _choose(self, change: Tensor) -> Tensor:
         """Return rising indices of at most `most` parameters that changed. NaN is always chosen: peers must refuse
         it."""
-        threshold = float(change[self._sample].kthvalue(self._rank_in_sample).values)
+        threshold = float(change[self._sample].kthvalue(self._place_in_sample).values)
         threshold = math.inf if math.isnan(threshold) else max(threshold, _TINY)
         if change.is_cuda:
             indices = (change < threshold).logical_not_().nonzero().flatten()

@@ -102,21 +102,21 @@ class Models(abc.ABC):
         """Empty the inbox."""
 
     def mix(self, own_weight: float, measure: bool) -> Any:
-        """Do what `actions.Mix` says. If `measure`, return the distance from the model to the inbox's mean before."""
+        """Do what `messages.Mix` says. If `measure`, return the distance from the model to the inbox's mean before."""
         return None
 
     def pull(self, fraction: float, measure: bool) -> Any:
-        """Do what `actions.Pull` says; measure as `mix`."""
+        """Do what `messages.Pull` says; measure as `mix`."""
         return None
 
     def keep(self, offer: Any) -> None:  # noqa: B027
-        """Do what `actions.Keep` says, with the answer that was opened last."""
+        """Do what `messages.Keep` says, with the answer that was opened last."""
 
     def move(self, offer: Any, fraction: float) -> None:  # noqa: B027
-        """Do what `actions.Move` says."""
+        """Do what `messages.Move` says."""
 
     def heal(self) -> None:  # noqa: B027
-        """Do what `actions.Heal` says."""
+        """Do what `messages.Heal` says."""
 
     def look_ahead(self) -> None:  # noqa: B027
         """Leave the model itself as it is until `settle`: its copy moves, and snapshots are taken of the copy. May be

@@ -283,7 +283,7 @@ class GossipExchange(ModelExchange):
             budget.peer_died(rank)
         if end.stop is not Stop.NONE:
             budget.stayed(end.stayed)
-        budget.merge(end.steps_by_rank, end.stop)
+        budget.agreed(end.steps_by_rank, end.stop)
         return end.stop
 
     def abandon(self) -> None:
@@ -342,7 +342,8 @@ class GossipExchange(ModelExchange):
     def _wait(self) -> None:
         """Wait until a mix is due, a peer's whole model can stand in for this rank's own, or training ends. With the
         lock held, which is given up meanwhile."""
-        begin, wait = time.perf_counter(), LongWait(self._comm.rank, "a model from a peer")
+        why = "" if self._state.healthy else ", as its own is not finite"
+        begin, wait = time.perf_counter(), LongWait(self._comm.rank, f"a model from a peer{why}")
         self._transport.hurry(True)
         self.driver.wait(_LOOK_S)  # it has just looked
         wait_asleep(lambda: self._may_continue(wait), None, self._interrupt, _LOOK_S, wait, self.driver.wait)

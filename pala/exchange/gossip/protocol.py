@@ -1,11 +1,12 @@
 """The gossip protocol of one rank as transitions of its state: no MPI, no torch, no threads, no clock, no I/O.
 
 Events go in: `update_finished`, `message_came`, `peer_died`, `end`, what the `clock` says, and `advance`, by which a
-rank asks to continue. Each gives the actions (`messages.py`) that its driver is to carry out, in that order. So the
-order of things stands here, once; the driver (`driver.py`) is the same over MPI, threads and a simulated network. All
-that a rank remembers is in its `GossipState` (`state.py`), the first argument `s` of every event.
+rank asks to continue. Each gives the actions (`messages.py`) that its driver is to carry out, in that order. The driver
+(`driver.py`) is the same over MPI, threads and a simulated network. All that a rank remembers is in its `GossipState`
+(`state.py`), the first argument `s` of every event. Here is what all forms of gossip do; the order of things is in
+`advance` of each: `paired.py` (the default) and `one_way.py` (`uniform`, `push_sum`).
 
-After each update, a rank
+Where models travel one way, after each update a rank
 1. *owes* its model to the peers that the topology names for this round, and sends it to those whose process lock is
    free; a debt that meets a held lock is dropped at the next update, but with `max_staleness` 0 it stays;
 2. *mixes* if it has a full round of models in its inbox (one, or one from every living peer in the complete graph);
@@ -14,9 +15,8 @@ After each update, a rank
    no more until a model comes.
 
 A peer that has held a model for `patience_s` is *silent*; a rank that finds that it was itself away for that time
-*returns*. Here is what all ranks do; how models travel is in `one_way.py` and `paired.py`. Why all this is so:
-docs/architecture.md, "One update, seen from one rank"; for models that travel in parts "Compression". What models weigh
-is the mixing rule's (`MixingRule`).
+*returns*. Why all this is so: docs/architecture.md, "One update, seen from one rank"; for models that travel in parts
+"Compression". What models weigh is the mixing rule's (`MixingRule`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GossipProtocol(abc.ABC):
     def start(self, s: GossipState, now_s: float) -> None:
         """Begin the first update."""
         self.clock(s, now_s)
-        s.resumed_s = now_s
+        s.update_began_s = now_s
 
     def clock(self, s: GossipState, now_s: float) -> None:
         """Take in the time of a monotonic clock; call this often. A long gap between two calls means that this rank was
@@ -133,7 +133,7 @@ class GossipProtocol(abc.ABC):
         if message.kind is Kind.JOIN:
             self._joined(s, message.sender)
         if message.kind is Kind.WISH and not s.has_left:
-            s.assures.add(message.sender)
+            s.leavers.add(message.sender)
         if s.has_left:
             if message.kind is Kind.MODEL:
                 s.weight = self._mixing.gained(s.weight, message.weight)
@@ -202,7 +202,7 @@ class GossipProtocol(abc.ABC):
             s.staleness = 0
             s.gave_up = False
             s.returning = False
-        s.between_updates, s.resumed_s = False, s.now_s
+        s.between_updates, s.update_began_s = False, s.now_s
 
     # ---- what follows from them ----------------------------------------------------------------------------------
 
@@ -265,13 +265,13 @@ class GossipProtocol(abc.ABC):
         only then does it know."""
         if not s.has_model or s.budget.stop is not Stop.NONE:
             return []
-        leaving, s.assures = sorted(s.assures), set()
+        leaving, s.leavers = sorted(s.leavers), set()
         return [SendControl(self._message(s, Kind.STAY), peer) for peer in leaving]
 
     def _forget(self, s: GossipState, peer: int) -> list[Action]:
         """Expect nothing of this peer any more, and send it nothing."""
         s.stayers.discard(peer)
-        s.assures.discard(peer)
+        s.leavers.discard(peer)
         s.lock.release(peer)
         s.silent.discard(peer)
         s.owed = [p for p in s.owed if p != peer]
@@ -378,7 +378,7 @@ class GossipProtocol(abc.ABC):
     def _learn_pace(self, s: GossipState) -> None:
         """Learn from the last update's length how long updates take. A single long update, or a time that the rank was
         away, does not change much; a slower environment soon does."""
-        took_s = s.now_s - s.resumed_s
+        took_s = s.now_s - s.update_began_s
         if s.update_s == math.inf:
             s.update_s = took_s if took_s >= 0 else math.inf  # not a number: it was never started
         else:

@@ -84,7 +84,8 @@ class Offer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class GossipState:
-    """One rank's numbers, and sets and dicts of numbers. The last few fields are the paired exchange's."""
+    """One rank's numbers, and sets and dicts of numbers. From `offers` to `num_offers` they are the paired
+    exchange's; the last three are of ranks that leave."""
 
     budget: StepBudget
     weight: float = 1.0  # of this rank's model
@@ -102,7 +103,7 @@ class GossipState:
     num_rejected: int = 0  # models since the last mix
     wants_whole: set[int] = field(default_factory=set)  # peers that could do nothing with a part
     now_s: float = -math.inf  # when the clock was last looked at
-    resumed_s: float = math.nan  # when this update began
+    update_began_s: float = math.nan
     update_s: float = math.inf  # what an update usually takes
     patience_s: float = math.inf  # how long others may keep this rank waiting: longer if its own updates take long
     transfer_s: float = 0.0  # what a model usually takes to come
@@ -123,7 +124,7 @@ class GossipState:
     num_offers: int = 0  # made since the last update ended
     leaves: bool = False  # as soon as another rank has shown that it has a model of use
     stayers: set[int] = field(default_factory=set)  # those that have
-    assures: set[int] = field(default_factory=set)  # ranks that were told to leave, and wait for this one's reply
+    leavers: set[int] = field(default_factory=set)  # ranks that were told to leave, and wait for this one's reply
 
     @property
     def rank(self) -> int:
