@@ -102,7 +102,7 @@ def test_a_spare_computes_in_what_the_others_have_chosen(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("topology", slow_but_for(["ring", "exponential", "complete"], "ring"))
 def test_a_spare_takes_a_place_in_any_topology(topology: str, tmp_path: Path) -> None:
-    config = with_spares(tmp_path, spares=1, topology=topology, compression="top_k")
+    config = with_spares(tmp_path, spares=1, topology=topology, compression="top_k", patience_s=0.5)
     job = train(5, config, [fail_at(1, update=5)], on_count=stop_when(4, updates=10))
     assert stopped_well(job, but_for=[1]) and ranks_in(job, "joined_ranks") == [4]
     assert job.total("models_mixed", rank=4) > 0
