@@ -21,6 +21,7 @@ from __future__ import annotations
 import pala.system.search_path  # noqa: F401  first of all: it takes the working directory off the path
 
 # isort: split
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -127,8 +128,23 @@ def fit(
 
 @contextmanager
 def _with_random_numbers_of_its_own() -> Iterator[None]:
-    """Restore torch's global generator, which training seeds: a script then draws from it what it would have drawn."""
-    if "torch" not in sys.modules:  # a spare that sleeps does not load it
+    """Restore the global generators that training seeds: a script then draws from them what it would have drawn."""
+    own, numpy = random.getstate(), sys.modules.get("numpy")  # a spare that sleeps loads neither it nor torch
+    of_numpy = numpy.random.get_state() if numpy is not None else None
+    try:
+        with _with_random_numbers_of_torch():
+            yield
+    finally:
+        random.setstate(own)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+        elif "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
+
+
+@contextmanager
+def _with_random_numbers_of_torch() -> Iterator[None]:
+    if "torch" not in sys.modules:
         yield
         return
     import torch
@@ -150,7 +166,7 @@ def _note_on_unused(request: Request) -> None:
     config, code = request.config, request.code
     if code.make_env is not None:  # which wins over the id
         config = replace(config, env=replace(config.env, id="environment made in Python"))
-    note_on_thread()
+    note_on_thread("have `on_update` return False")
     note = note_on_unused(config, Config(), code.make_env is not None, code.make_network is not None)
     if request.resume is None and note:
         log(note)

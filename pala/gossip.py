@@ -41,7 +41,7 @@ from pala.exchange.gossip.topology import DirectedGraph, PeerFunction, own_peers
 from pala.exchange.make import check_size
 from pala.exchange.momentum import Momentum
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.interrupt import Interrupt
+from pala.system.interrupt import Interrupt, note_on_thread
 from pala.system.launcher import Launch
 from pala.system.output import log, one_sentence_for_mistakes, say_death
 from pala.system.trace import Trace
@@ -149,6 +149,8 @@ class Gossip:
             self._is_mpi = self._comm is not None and rank_of_thread.get() is None
         if self._comm is not None and self._comm.interrupt is not None:
             self._interrupt = self._comm.interrupt
+        elif self._comm is None or self.rank == 0:
+            note_on_thread("leave the loop")
         try:
             with self._stack:
                 self._stack.enter_context(_alone_in_block(self._comm))

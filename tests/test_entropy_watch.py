@@ -1,10 +1,14 @@
-"""The look at the policy's entropy at 5 % of the budget."""
+"""The look at the policy's entropy early in training."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from pala.run.console import Reporter
 from pala.run.entropy_watch import EntropyWatch
+from pala.run.metrics import MetricsWriter, metrics_path
 
 
 @pytest.mark.parametrize(
@@ -13,16 +17,41 @@ from pala.run.entropy_watch import EntropyWatch
         ({1_000: 1.792, 20_000: 1.79, 49_000: 1.79, 60_000: 1.785, 80_000: 1.785}, [60_000]),
         ({1_000: 1.792, 20_000: 1.79, 60_000: 1.70, 90_000: 1.792}, []),
         ({1_000: None, 2_000: 1.792, 60_000: None, 61_000: 1.792}, [61_000]),
-        ({400_000: 1.792, 500_000: 1.792}, []),
+        ({100_000: 1.792, 490_000: 1.792, 510_000: 1.792, 600_000: 1.792}, [510_000]),
+        ({100_000: 1.6, 600_000: 1.2}, []),
         ({1_000: 0.001, 60_000: 0.0}, [60_000]),
         ({1_000: 0.0, 60_000: 0.5}, []),
         ({1_000: -3.0, 60_000: -3.001}, [60_000]),
     ],
-    ids=["flat", "falls", "not known at first", "of a run that continues", "none from the start", "rises", "negative"],
+    ids=[
+        "flat",
+        "falls",
+        "not known at first",
+        "first seen late",
+        "learned by then",
+        "none from the start",
+        "rises",
+        "negative",
+    ],
 )
 def test_entropy_that_stays_flat_is_said_once(entropies: dict[int, float | None], says: list[int]) -> None:
-    watch = EntropyWatch(budget_steps=1_000_000)
+    watch = EntropyWatch(budget_steps=1_000_000, begin_steps=0)
     said = {steps: text for steps, entropy in entropies.items() if (text := watch.look(entropy, steps))}
     assert list(said) == says
-    for text in said.values():
-        assert "After 5% of the budget" in text and "--a2c.learning-rate" in text
+    for steps, text in said.items():
+        assert f"After {steps // 10_000}% of the budget" in text and "--a2c.learning-rate" in text
+
+
+@pytest.mark.parametrize(("begin_steps", "says"), [(0, True), (500, True), (40_000, False), (None, False)])
+def test_a_short_run_says_it_and_one_that_continues_does_not(
+    begin_steps: int | None, says: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fast environments make over 1 % of their budget before the first record, and heard nothing."""
+    reporter = Reporter(tmp_path, 1, 100_000, "none", tensorboard=False, begin_steps=begin_steps)
+    metrics_path(tmp_path, 0).parent.mkdir()
+    writer = MetricsWriter(metrics_path(tmp_path, 0), 0)
+    for steps in (15_000, 70_000, 95_000):
+        writer.write([{"type": "interval", "time_s": steps / 1000, "local_steps": steps, "entropy": 0.693}])
+        reporter.report(steps)
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("of the budget the policy's entropy is what it was") == says

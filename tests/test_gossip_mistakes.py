@@ -299,6 +299,18 @@ def test_alone_it_needs_no_mpi() -> None:
     assert (done.returncode, done.stdout) == (0, "6 1\n"), done.stderr
 
 
+def test_gossip_in_a_thread_says_that_it_hears_no_signals(capsys: pytest.CaptureFixture[str]) -> None:
+    """A signal ended all ranks without a word, and mpirun with status 0."""
+    thread = threading.Thread(target=train, args=(None,), kwargs={"total_steps": 3})
+    thread.start()
+    thread.join()
+    said = capsys.readouterr().err
+    assert said.count("runs in a thread, which hears no signals") == 1 and "leave the loop" in said
+    train(None, total_steps=3)
+    on_ranks(2, lambda comm: train(comm, total_steps=3))  # ranks of tests are threads
+    assert "signals" not in capsys.readouterr().err
+
+
 def test_changes_are_told() -> None:
     def main(comm: MemoryCommunicator) -> list[tuple[str, int]]:
         told: list[tuple[str, int]] = []

@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import runpy
 import shutil
@@ -254,11 +255,42 @@ def test_an_evaluation_leaves_as_many_threads_as_there_were(tmp_path: Path) -> N
 
 def test_fit_leaves_a_scripts_random_numbers_as_they_were(one_rank, tmp_path: Path) -> None:
     """Or each training of a random search would be followed by the same numbers."""
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+
+    def draw() -> list[float]:
+        return [*torch.rand(3).tolist(), *np.random.random(3), random.random()]  # noqa: NPY002
+
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    expected = draw()
+    torch.set_rng_state(before[0])
+    np.random.set_state(before[1])  # noqa: NPY002
+    random.setstate(before[2])
     one_rank(lambda: pala.fit(configure(tmp_path, steps=50)))
-    assert torch.rand(3).equal(expected)
+    assert draw() == expected
+
+
+class Diced(gymnasium.Env):
+    """Draws from the generators of the whole process, as many an old environment does."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (2,), np.float32)
+    action_space = Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        return np.random.random(2).astype(np.float32), {}  # noqa: NPY002
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        return np.random.random(2).astype(np.float32), random.random(), random.random() < 0.2, False, {}  # noqa: NPY002
+
+
+def test_a_seed_covers_the_random_numbers_of_the_whole_process(one_rank, tmp_path: Path) -> None:
+    """With `sync` two trainings of one seed played other games."""
+
+    def returns(name: str, seed: int) -> list[float]:
+        config = replace(configure(tmp_path / name, "none", steps=100), seed=seed)
+        result = one_rank(lambda: pala.fit(config, make_env=Diced))
+        return [record["return"] for record in read_run(result.run)[0] if record["type"] == "episode"]
+
+    first = returns("a", 1)
+    assert len(first) > 3 and first == returns("b", 1) != returns("c", 2)
 
 
 def test_the_cores_of_a_host_are_those_that_its_ranks_may_use() -> None:
@@ -1222,7 +1254,7 @@ def test_fit_in_a_thread_says_that_it_hears_no_signals(
     """A SIGTERM ended it without a checkpoint and without a word."""
     one_rank(lambda: pala.fit(configure(tmp_path, steps=40)))  # a rank of tests is a thread
     assert capsys.readouterr().err.count("runs in a thread, which hears no signals") == 1
-    note_on_thread()
+    note_on_thread("stop")
     assert capsys.readouterr().err == ""
 
 

@@ -117,8 +117,7 @@ def _serve(env: gymnasium.Env, pipe: Connection, observation: np.ndarray) -> Non
         if what == "close":
             return
         if what == "try out":
-            env.try_out(data)  # type: ignore[attr-defined]
-            pipe.send(("is", None))
+            pipe.send(("is", env.try_out(data)))  # type: ignore[attr-defined]
             continue
         if what == "reset":
             if data is not None:  # for environments that draw from the generators of the whole process
@@ -187,11 +186,11 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
             self.end()
             raise
 
-    def try_out(self, seed: int) -> None:
+    def try_out(self, seed: int) -> str:
         """Try out the first environment, as `Renewed.try_out`."""
         self._ask(0, ("try out", seed))
         try:
-            self._answer(0)
+            return str(self._answer(0))
         except _LostError as lost:
             raise error_of_start(lost.failure, self._factory.name) from None
 

@@ -83,11 +83,14 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
 
 
 def _note_on_masks(envs: Envs) -> None:
-    """Say that masks which are a part of the observations alone are not obeyed."""
-    if envs.action_masks is None and masks.are_a_part(envs.inputs.original):
+    """Say that masks which the environment gives in another way than by the conventions are not obeyed."""
+    what = f"environment's {envs.overlooked_masks}" if envs.overlooked_masks else ""
+    if part := masks.part_of(envs.inputs.original):
+        what = f"observations' part '{part}', which the network sees,"
+    if what and envs.action_masks is None:
         log(
-            f"The observations have a part '{masks.KEY}', which the network sees, but which keeps no action from being "
-            f"taken: give the mask in 'info[\"{masks.KEY}\"]' of 'reset' and 'step', too."
+            f"The {what} keeps no action from being taken: give the mask in 'info[\"{masks.KEY}\"]' of 'reset' and "
+            "'step', too."
         )
 
 

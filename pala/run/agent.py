@@ -27,7 +27,7 @@ from pala.system.device import has_bfloat16, set_torch, use_device
 from pala.system.errors import CollectiveError, SaveError, reason
 from pala.system.interrupt import Interrupt
 from pala.system.output import log
-from pala.system.seeding import derive
+from pala.system.seeding import derive, seed_process
 
 if TYPE_CHECKING:
     from pala.run.loop import Loop
@@ -249,8 +249,9 @@ def device_and_precision(comm: Communicator, config: Config, envs: Envs) -> tupl
 
 
 def make_generator(seed: int, rank: int, device: torch.device, purpose: str = "") -> torch.Generator:
-    """Return the random stream that a rank's actions are drawn from. torch's global one, which dropout draws from, gets
-    a seed of this rank's as well. `purpose`: see `_purpose`."""
+    """Return the random stream that a rank's actions are drawn from. The global ones, which dropout and environments
+    may draw from, get seeds of this rank's as well. `purpose`: see `_purpose`."""
+    seed_process(seed, rank, f"process {purpose}")
     torch.manual_seed(int(derive(seed, rank, f"torch {purpose}")[0]))
     generator = torch.Generator(device)
     generator.manual_seed(int(derive(seed, rank, f"actions {purpose}")[0]))

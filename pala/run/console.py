@@ -162,12 +162,12 @@ class Reporter:
         begin_steps: int | None = None,
     ) -> None:
         """`spares`: ranks that may join those; `settings`: the run's settings by dotted keys, for TensorBoard;
-        `begin_steps`: steps of all ranks after which earlier jobs' events in TensorBoard do not count; None: all
-        count."""
+        `begin_steps`: steps of all ranks at the start, after which earlier jobs' events in TensorBoard do not
+        count; None for a rank that continues another one's: all count."""
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
         self._figures, self._estimated = Figures(self.view, budget_steps), False
-        self._entropy = EntropyWatch(budget_steps)
+        self._entropy = EntropyWatch(budget_steps, begin_steps)
         title = f"PALA  {run}  {counted(ranks, 'rank')}"
         self._console: Display | None = None
         with self._losing_the_console():

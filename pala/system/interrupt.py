@@ -123,12 +123,13 @@ def note_leave() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [LEAVE])  # blocked, perhaps, by what started the launcher
 
 
-def note_on_thread() -> None:
-    """Say, where this is not the main thread, which alone may catch signals, what they do to training."""
+def note_on_thread(way_out: str) -> None:
+    """Say, where this is not the main thread, which alone may catch signals, what they do to training. `way_out`: what
+    ends training otherwise, as a command."""
     if threading.current_thread() is not threading.main_thread():
         log(
-            "Training runs in a thread, which hears no signals: SIGTERM ends the process without a checkpoint. Train "
-            "in the main thread; or catch the signal there, and have `on_update` return False, which ends training."
+            "Training runs in a thread, which hears no signals: SIGTERM or SIGUSR1 ends the process at once. Train in "
+            f"the main thread; or catch the signal there, and {way_out}, which ends training."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import zlib
 from collections.abc import Iterator
@@ -20,6 +21,13 @@ def stream(seed: int, rank: int, purpose: str) -> np.random.Generator:
 def derive(seed: int, rank: int, purpose: str, count: int = 1) -> np.ndarray:
     """Return `count` seeds, int32 in [0, 2**31), for libraries that take a number."""
     return stream(seed, rank, purpose).integers(0, 2**31 - 1, size=count, dtype=np.int64).astype(np.int32)
+
+
+def seed_process(seed: int, rank: int, purpose: str) -> None:
+    """Seed the generators of the whole process that an environment of the user's may draw from: NumPy's, `random`'s."""
+    number = int(derive(seed, rank, purpose)[0])
+    np.random.seed(number)  # noqa: NPY002 - that very one
+    random.seed(number)
 
 
 @contextmanager
