@@ -23,7 +23,7 @@ from support.helpers import slow_but_for
 pytestmark = pytest.mark.often(
     "test_a_planted_bug_is_found",
     "test_a_bug_planted_in_the_driver_is_found",
-    "test_two_ranks_hold",
+    "test_two_ranks_hold_with_worse_faults",
     "test_a_search_that_is_given_up_says_so",
     "test_who_goes_must_leave_a_model_of_use_behind",
     "test_mistakes_are_named",

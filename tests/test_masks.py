@@ -106,7 +106,7 @@ class Misnamed(gymnasium.Wrapper):
     ("name", "vectorization", "what"),
     [
         ("action_masks", "sync", "info 'action_masks'"),
-        ("legal_actions", "async", "info 'legal_actions'"),
+        pytest.param("legal_actions", "async", "info 'legal_actions'", marks=pytest.mark.slow),
         ("attribute", "sync", "attribute 'action_masks', which is no method,"),
         ("num_illegal_actions", "sync", ""),
         ("action_mask", "sync", ""),
