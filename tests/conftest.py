@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -163,14 +164,18 @@ def pytest_sessionfinish() -> None:
 # ---- which tests run beside which ------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist looks at the groups when it is its turn
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out `soak` unless it is asked for; keep together what shares ranks, daemons or names of the system."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # pytest-xdist looks at the groups when it is its turn
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Leave out `soak` unless it is asked for; mark as slow what `often` does not name; keep together what shares
+    ranks, daemons or names of the system."""
     if "soak" not in config.option.markexpr:
         left_out = [item for item in items if item.get_closest_marker("soak")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     for item in items:
+        often = item.get_closest_marker("often")
+        if often is not None and getattr(item, "originalname", item.name) not in often.args:
+            item.add_marker(pytest.mark.slow)
         used = getattr(item, "fixturenames", ())
         if "each_standing" in used:
             item.add_marker(pytest.mark.xdist_group(f"standing {item.callspec.params['each_standing']}"))
@@ -178,6 +183,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group("standing openmpi"))
     if hasattr(config, "workerinput"):
         items.sort(key=_turn)
+    yield
+    if getattr(config.option, "loadgroup", False):
+        for item in items:
+            _name_group(item)
+
+
+def _name_group(item: pytest.Item) -> None:
+    """Let the test's address end with its group, by which pytest-xdist keeps tests together. Version 3.8 sets an
+    attribute that pytest 9.2 does not read any more: each process would start ranks that stand by, and a Slurm."""
+    group = item.get_closest_marker("xdist_group")
+    if group is None or item.nodeid.endswith(f"@{group.args[0]}"):
+        return
+    address: Any = item
+    address._id = type(address._id).parse(f"{item.nodeid}@{group.args[0]}")
+    assert item.nodeid.endswith(f"@{group.args[0]}"), "tests of one group would run in several processes"
 
 
 def _turn(item: pytest.Item) -> int:

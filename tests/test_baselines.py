@@ -258,13 +258,13 @@ def test_the_death_of_a_rank_ends_the_job_with_a_sentence(
     """Even where ranks outlive one another: both methods need all of theirs."""
     python = str(any_mpi.folder / "python")
     options = [*trainer_of(kind), "--exchange.max-staleness", "1000000", *ENDLESS]
-    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "-m", "pala.train", *options, cwd=tmp_path)
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "2", python, "-m", "pala.train", *options, cwd=tmp_path)
     run = tmp_path / "runs/r"
-    wait_for(lambda: all_train(run, 3), what="training")
+    wait_for(lambda: all_train(run, 2), what="training")
     os.kill(pids_of_ranks(tmp_path)[1], signal.SIGKILL)
     job.wait()
     assert job.status != 0 and "Rank 1 has died, and this 'exchange.kind' cannot go on" in job.output, job.output
     assert not record_of(run)["completed"]
     assert_all_end(tmp_path)
-    done = standing.train(3, "--resume", str(run), "--total-steps", "2000", cwd=tmp_path)
+    done = standing.train(2, "--resume", str(run), "--total-steps", "2000", cwd=tmp_path)
     assert done.status == 0, done.output

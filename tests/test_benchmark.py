@@ -63,6 +63,7 @@ def test_operations_of_an_mlp_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("double", "passes"), [(False, 2), (True, 3)])
+@pytest.mark.slow
 def test_operations_of_gorila_by_hand(double: bool, passes: int) -> None:
     """DQN's network: the target network's pass and its own, with double DQN one more; 32 transitions for 4 steps."""
     images, actions = gymnasium.spaces.Box(0, 255, (4, 84, 84), np.uint8), gymnasium.spaces.Discrete(6)
@@ -84,6 +85,7 @@ def test_gorilas_target_network_is_timed_on_as_many_minibatches_as_training_join
     assert minibatches_at_hand(Config(env=EnvConfig(num_envs=envs), gorila=gorila)) == at_hand
 
 
+@pytest.mark.slow
 def test_gorilas_page_says_how_often_is_learned_and_nothing_of_gossip(tmp_path: Path) -> None:
     result = canned(canned_job(speeds={"gorila": (300.0, 310.0, 320.0)}))
     result |= {"config": to_table(Config(algorithm="gorila")), "protocol_us": {}}
@@ -94,6 +96,7 @@ def test_gorilas_page_says_how_often_is_learned_and_nothing_of_gossip(tmp_path: 
     assert far_off(result["jobs"], 0.9) == []
 
 
+@pytest.mark.slow
 def test_gorila_has_no_choice_of_exchange() -> None:
     assert benchmark.parse(["--algorithm", "gorila"]).exchanges == ("gorila",)
     assert benchmark.parse(["--algorithm", "gorila", "--quick"]).exchanges == ("gorila",)
@@ -257,6 +260,7 @@ def test_a_table_lines_up() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     kinds = dict.fromkeys(("none", "gossip", "allreduce", "gorila"), SPEEDS["gossip"])
     jobs = [canned_job(ranks, kinds) for ranks in (2, 4)]
@@ -270,6 +274,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_defaults_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     command = benchmark.parse([])
@@ -298,6 +303,7 @@ def test_defaults_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nonsense"], "the command line was not understood"),
     ],
 )
+@pytest.mark.slow
 def test_bad_options_are_told(arguments: list[str], sentence: str) -> None:
     with pytest.raises(PalaError) as caught:
         benchmark.parse(arguments)
@@ -357,6 +363,7 @@ def test_ranks_that_are_killed_leave_no_shared_memory(tmp_path: Path) -> None:
     assert not shared.exists()
 
 
+@pytest.mark.slow
 def test_jobs_that_are_measured_survive_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(command: Any, ranks: int, output: Path) -> dict[str, Any]:
         if ranks == 4:
@@ -374,6 +381,7 @@ def test_jobs_that_are_measured_survive_one_that_fails(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+@pytest.mark.slow
 def test_jobs_that_are_measured_survive_a_stop(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,6 +400,7 @@ def test_jobs_that_are_measured_survive_a_stop(
         benchmark.benchmark(benchmark.parse(["--ranks", "4", "--output", str(tmp_path / "c")]))
 
 
+@pytest.mark.slow
 def test_jobs_survive_a_stop_while_the_protocol_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*ranks: int) -> float:
         raise KeyboardInterrupt
@@ -407,6 +416,7 @@ def test_jobs_survive_a_stop_while_the_protocol_is_measured(tmp_path: Path, monk
     ("error", "why", "status"),
     [(PalaError("The job failed."), "The job failed.", 2), (SystemExit(143), "Stopped; what was measured before", 143)],
 )
+@pytest.mark.slow
 def test_a_second_look_that_fails_keeps_the_first(
     error: BaseException, why: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

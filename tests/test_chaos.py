@@ -153,6 +153,7 @@ def test_the_only_rank_here_is_refused(run: Path) -> None:
         (replace(QUICK, algorithm="gorila"), True, "trains 'gorila'"),
     ],
 )
+@pytest.mark.slow
 def test_kills_that_would_end_the_job_are_refused(config: Config, ulfm: bool, words: str, run: Path) -> None:
     write_record(run, config)
     with ranks_of(run, 2, ulfm=ulfm):
@@ -203,6 +204,7 @@ def guard() -> Iterator[Guard]:
 
 
 @pytest.mark.parametrize("deed", [lambda process, _: process.kill(), RankProcess.stop])
+@pytest.mark.slow
 def test_a_later_process_of_the_same_number_is_not_touched(
     deed: Callable[[RankProcess, Guard], None], guard: Guard, run: Path
 ) -> None:
@@ -240,6 +242,7 @@ class HoldsOnce:
         return is_first
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_known_gets_no_other_process(run: Path) -> None:
     """One that takes its number in a later job."""
     with ranks_of(run, 2) as ranks:
@@ -256,6 +259,7 @@ def test_a_rank_that_is_known_gets_no_other_process(run: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["stop", "slow"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow
 def test_no_process_is_left_stopped_whatever_ends_it(number: signal.Signals, fault: str, run: Path) -> None:
     with ranks_of(run) as ranks:
         process = command(run, "--faults", fault, "--mean-s", "2", "--seed", "3")
@@ -271,6 +275,7 @@ def test_no_process_is_left_stopped_whatever_ends_it(number: signal.Signals, fau
             assert "survivors: ranks 0, 1, 2" in output, output
 
 
+@pytest.mark.slow
 def test_an_error_leaves_no_process_stopped(run: Path) -> None:
     with ranks_of(run) as ranks:
         shaker = Shaker(run, find(run, {}), Plan(1, 2.0, ["stop"], None), 60.0, 0.1)
@@ -309,6 +314,7 @@ def test_kills_leave_one_rank_and_are_reported(run: Path) -> None:
     assert report["plan"]["seed"] == 1 and "pala.chaos" in report["command"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_makes_no_more_records_is_said_to_hang(run: Path) -> None:
     plan = Plan(1, 600.0, ["stop"], None)
     with ranks_of(run, silent_after=5):
@@ -414,7 +420,7 @@ def test_ranks_that_other_faults_disturb_say_nothing_of_recovery() -> None:
 @pytest.mark.mpi
 def test_a_run_under_faults_completes_with_its_survivors(any_mpi: Launcher, tmp_path: Path) -> None:
     """Kills, stops and slowness by a seed, until the run is complete: as a user would shake it."""
-    environment = write_paced(tmp_path, 0.005)
+    environment = write_paced(tmp_path, 0.02)  # with its budget 100 s of training, until it is free: two die before
     arguments = [*CARTPOLE, "--env.id", "Paced-v0", "--run.name", "r", "--total-steps", "20000"]
     python = str(any_mpi.folder / "python")
     train = ["--with-ft", "ulfm", "-np", "4", python, "-m", "pala.train", *arguments]

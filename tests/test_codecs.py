@@ -338,6 +338,7 @@ def spread(nodes: list[Node]) -> float:
 
 
 @pytest.mark.parametrize("ranks", slow_but_for([2, 3, 8], 3))
+@pytest.mark.slow
 def test_ranks_that_send_only_parts_come_to_agree(ranks: int) -> None:
     """They begin equal, learn each its own way, and then only gossip. What each parameter still moves halves with each
     message, so that many ranks stop a little apart: whole models, or learning, bring the rest."""
@@ -350,6 +351,7 @@ def test_ranks_that_send_only_parts_come_to_agree(ranks: int) -> None:
     assert float((nodes[0].parameters - mean).norm()) < apart, "they agree on something else"
 
 
+@pytest.mark.slow
 def test_whole_models_reach_what_no_longer_changes() -> None:
     """After a resume each rank's reference is its own model: nothing has changed, and yet they differ."""
     nodes = [Node(normal(i), "top_k", 0.1, rank=i) for i in range(RANKS)]
@@ -358,6 +360,7 @@ def test_whole_models_reach_what_no_longer_changes() -> None:
     assert spread(nodes) < 1e-4 * apart
 
 
+@pytest.mark.slow
 def test_parts_hold_learning_ranks_together() -> None:
     nodes, loners = ([Node(normal(0), "top_k", 0.1, rank=i) for i in range(RANKS)] for _ in range(2))
     gossip(nodes, 300, learn=0.1)

@@ -247,6 +247,7 @@ def archive_runs(results: Path) -> None:
     shutil.rmtree(results / "runs")
 
 
+@pytest.mark.slow
 def test_archived_runs_count_as_copies(there: Path, no_pictures: None) -> None:
     """The page made of them is the same; runs that are new are put beside the archive."""
     results = Path("results/tiny")
@@ -310,12 +311,14 @@ def test_a_run_in_the_results_counts_under_whatever_name(there: Path, no_picture
         shutil.rmtree(results)
 
 
+@pytest.mark.slow
 def test_variants_may_differ_in_what_learning_does_not_depend_on(there: Path, no_pictures: None) -> None:
     plan = plan_of(PRESET.replace("[1, 2]", "[1]") + "[variants.threads]\nrun.threads = 2\n")
     plant(plan, {"gossip": [1.0], "none": [1.0], "threads": [1.0]})
     assert [cells[2] for cells in cells_of(report()[0], "Scores")] == ["gossip", "none", "threads"]
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_with_fewer_ranks_does_not_stop_the_others(
     there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -361,6 +364,7 @@ def test_a_run_that_a_callback_ended_early_takes_no_longer_runs_place(there: Pat
     assert whole.folder.name in [row["run"] for row in rows]
 
 
+@pytest.mark.slow
 def test_networks_from_python_are_told_apart_by_their_parameters(there: Path, no_pictures: None) -> None:
     config = only_run(there).config
     for name, parameters in (("a", 10), ("b", 20), ("c", 20)):
@@ -464,6 +468,7 @@ def test_a_run_of_the_wrong_number_of_ranks_is_not_called_complete(
     assert "last ran with 3 ranks, not 1" in said.err and "Nothing is missing" not in said.out
 
 
+@pytest.mark.slow
 def test_a_preset_that_starts_nothing_says_so(
     there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -582,6 +587,7 @@ def test_paths_of_the_machine_are_left_out() -> None:
 # ---- the report ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_the_report_says_of_planted_runs(there: Path, no_pictures: None) -> None:
     plan = plan_of()
     plant(plan, {"gossip": (90.0, 160.0), "none": (100.0, 200.0)})
@@ -637,6 +643,7 @@ def test_variants_on_different_numbers_of_ranks_are_drawn_side_by_side(there: Pa
     assert titles(("gorila", 1)) == ["Pole, 1 rank"]
 
 
+@pytest.mark.slow
 def test_ranks_beyond_cores_and_the_upper_bound_are_named(there: Path) -> None:
     plan = plan_of(PRESET.replace("ranks = [1, 2]", "ranks = [1, 2, 4]"))
     plant(plan, {"gossip": (90.0, 80.0), "none": (100.0, 100.0)}, cores=2)
@@ -713,6 +720,7 @@ def write_preset(text: str) -> Path:
     return Path("other.toml")
 
 
+@pytest.mark.slow
 def test_auc_is_the_mean_of_the_curve(there: Path, no_pictures: None) -> None:
     plant(plan_of(), {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
     _, rows = report()
@@ -834,6 +842,7 @@ def test_a_run_that_was_evaluated_otherwise_is_evaluated_again(there: Path) -> N
         ('launcher = "slow -np {ranks}"', "", "runs of gossip, none had another 'launcher'"),
     ],
 )
+@pytest.mark.slow
 def test_runs_made_under_other_conditions_are_not_reported_as_if(
     before: str, after: str, said: str | None, there: Path, no_pictures: None
 ) -> None:
@@ -859,6 +868,7 @@ def test_a_run_without_a_place_is_not_copied(there: Path) -> None:
         report(Path("nowhere"))
 
 
+@pytest.mark.slow
 def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     plan = plan_of(PRESET.replace("[1, 2]", "[1]", 1))
     dead = [{"rank": 0, "host": "vm", "noticed_s": 1.0}]
@@ -885,6 +895,7 @@ def test_what_is_not_alike_is_told(there: Path, no_pictures: None) -> None:
     assert [row["steps_per_s"] == "" for row in rows] == [run["lost_ranks"] == "1" for run in rows]
 
 
+@pytest.mark.slow
 def test_jobs_on_other_hosts_of_a_cluster_are_not_called_another_machine(there: Path, no_pictures: None) -> None:
     for run in plan_of().runs:
         make_run(run.folder, run.config, run.cell.ranks, hosts=[f"node{run.config.seed}"])
@@ -927,6 +938,7 @@ def test_of_sketches_of_unlike_lengths_no_progress_is_told(there: Path) -> None:
     assert mixed.progress_kept is None
 
 
+@pytest.mark.slow
 def test_paths_in_arguments_of_what_is_played_are_kept(there: Path, no_pictures: None) -> None:
     """They decide which game a run plays; the machine's other folders are left out."""
     (there / "game.toml").write_text(GAME.replace("CartPole-v1", "Ant-v5(xml_file='/data/go1/scene.xml')"))
@@ -982,6 +994,7 @@ def test_several_games_are_put_together_by_human_scores(there: Path, no_pictures
 
 
 @pytest.mark.parametrize(("variants", "seeds"), slow_among([(1, 1), (3, 3)], 3))
+@pytest.mark.slow
 def test_curves_of_any_number(there: Path, variants: int, seeds: int) -> None:
     text = PRESET.replace("seeds = [1, 2]", f"seeds = {list(range(1, seeds + 1))}").replace("[1, 2]", "[1]")
     text += '[variants.ring]\nexchange.topology = "ring"\n' * (variants > 1)
@@ -1075,6 +1088,7 @@ while :; do sleep .1; done
 """
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills_a_job_that_is_about_to_end(there: Path, any_mpi: Launcher) -> None:
     """The first is to let it write its checkpoint."""
     (there / "deaf.sh").write_text(DEAF)
@@ -1089,6 +1103,7 @@ def test_a_second_interrupt_kills_a_job_that_is_about_to_end(there: Path, any_mp
     wait_for(lambda: processes_in(there) == [os.getpid()], 30, "the end of all but this process")
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_sentence(there: Path, any_mpi: Launcher) -> None:
     done = subprocess.run(
         [any_mpi.folder / "python", "-m", "pala.compare", "preset.tml"], capture_output=True, text=True, timeout=60,

@@ -192,6 +192,7 @@ def test_what_slurm_does_not_take_is_told(there: Path, capsys: pytest.CaptureFix
     assert len(asked()) == 2
 
 
+@pytest.mark.slow
 def test_the_last_job_names_what_failed(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = write_preset("[1, 2]")
     make_run(plan.runs[0].folder, plan.runs[0].config, 1)

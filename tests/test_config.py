@@ -318,6 +318,7 @@ def test_a_preset_may_begin_with_a_byte_order_mark(tmp_path):
     ("arguments", "steps"),
     [(["--total-steps", "1e6"], 10**6), (["--total-steps=2.5E3"], 2500), (["--total_steps", "1_000"], 1000)],
 )
+@pytest.mark.slow
 def test_whole_numbers_may_have_exponents(arguments, steps):
     assert parse([*arguments, "--run.name", "1e6"]).config == replace(
         Config(), total_steps=steps, run=RunConfig(name="1e6")

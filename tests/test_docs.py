@@ -119,6 +119,7 @@ def options_by_program() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+@pytest.mark.slow
 def test_python_and_trainings_of_the_pages_are_understood(page: Path) -> None:
     """Compile the blocks of Python, and read the commands that train, with their presets."""
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
@@ -144,6 +145,7 @@ print(json.dumps(printed))
 """
 
 
+@pytest.mark.slow
 def test_options_that_the_pages_give_exist() -> None:
     """All programs in one process: most of their time is that of imports. `pala train -n 4` takes the options of
     `pala.supervise` too."""

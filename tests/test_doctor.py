@@ -468,6 +468,7 @@ def test_what_takes_too_long_is_ended_with_a_sentence(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_only_the_newest_limit_counts(tmp_path: Path) -> None:
     process = watched(tmp_path, first=1, second=1000, work=1.5)
     assert process.communicate(timeout=60) == ("ready\n", "") and process.returncode == 0
@@ -553,6 +554,7 @@ def test_ranks_without_a_pmi_are_named_once(any_mpi: Launcher, tmp_path: Path) -
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_a_mistake_is_told_once(any_mpi: Launcher, tmp_path: Path) -> None:
     job = any_mpi.start(
         "-np", "2", str(any_mpi.folder / "python"), "-m", "pala.doctor", "--jsn", "x", cwd=tmp_path

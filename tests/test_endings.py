@@ -55,6 +55,14 @@ from support.memory_jobs import (
     with_spares,
 )
 
+pytestmark = pytest.mark.often(
+    "test_a_stopped_run_says_how_it_goes_on",
+    "test_of_ranks_that_leave_in_the_same_moment_one_leads",
+    "test_code_that_no_longer_loads_when_training_ends_is_no_ranks_death",
+    "test_what_is_wrong_in_the_first_reset_or_step_is_a_mistake_of_all_ranks_that_leaves_no_run",
+    "test_ranks_that_all_leave_do_not_wait_long_for_one_that_hangs",
+)
+
 Concluding = Callable[[MemoryCommunicator, Result, Config, Interrupt], Result]
 
 
@@ -550,7 +558,6 @@ def test_allreduce_names_the_rank_whose_gradients_are_not_finite(
 # ---- a folder that is deleted and made anew --------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_job_whose_folder_was_made_anew_by_another_ends_and_leaves_that_alone(tmp_path: Path) -> None:
     """Both train under one name; the first would write its checkpoints, metrics and record over those of the second."""
     first, second = Ranks(2, configure(tmp_path, steps=10**9)), Ranks(2, configure(tmp_path))
@@ -769,7 +776,6 @@ def test_an_evaluation_whose_environment_fails_at_once_makes_it_anew_or_says_how
         assert f"; `python -m pala.evaluate {tmp_path / 'r'} --trust-run` makes up for it" in said.out
 
 
-@pytest.mark.slow
 def test_an_evaluation_that_is_given_up_leaves_a_complete_run(tmp_path: Path) -> None:
     settings = EvaluationConfig(episodes=10**6, num_envs=1, timeout_s=1.0)
     config = replace(configure(tmp_path, steps=200), evaluation=settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import multiprocessing
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,23 +20,32 @@ from pala.envs import processes as processes_module
 from pala.envs.vector import Envs, Step, make_envs
 from pala.system.errors import PalaError
 from support.failing import (
+    DiesFirst,
+    DiesInAStep,
     Hanging,
+    IsCancelled,
     Killed,
     Lengthy,
+    NotFiniteFirst,
     OfADict,
     OfBytes,
+    OfFour,
     OtherKeys,
     Plain,
+    RaisesFirst,
     Raising,
     ResetsAlone,
     ResetsBySeed,
+    StepsWrongly,
     WithoutInfo,
+    exits_at_once,
     like_step,
     with_value,
 )
+from support.helpers import slow_but_for
 from support.learning import ENVS, STEPS, Clock, Run, configured
 
-KINDS = pytest.mark.parametrize("vectorization", ["sync", "async"])
+KINDS = pytest.mark.parametrize("vectorization", slow_but_for(["sync", "async"], "sync"))
 SEEDS = np.array([5, 6], np.int32)
 
 
@@ -187,6 +195,7 @@ def test_a_step_in_which_an_environment_fails_ends_nothing_and_its_episode_is_le
     assert re.search(text, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_env", "text"),
     [
@@ -237,6 +246,7 @@ def test_more_failures_in_a_row_than_restarts_end_the_rank(vectorization, capfd)
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_deaths_in_a_row_end_the_rank(capfd):
     with (
         pytest.raises(
@@ -266,67 +276,30 @@ def test_a_reset_that_fails_after_an_episode_leaves_the_episode_whole(vectorizat
     assert steps[3].observations.tolist() == [[0, 0]] and steps[4].observations.tolist() == [[1, 1]]
 
 
-class _RaisesFirst(Plain):
-    def reset(self, *, seed=None, options=None):
-        raise ValueError("level file not found.")
-
-
-class _DiesFirst(Plain):
-    def reset(self, *, seed=None, options=None):
-        os._exit(3)
-
-
-class _NotFiniteFirst(Plain):
-    def look(self):
-        return np.full(2, np.nan, np.float32)
-
-
-class _StepsWrongly(Plain):
-    def step(self, action):
-        raise ValueError("level file not found.")
-
-
-class _DiesInAStep(Plain):
-    def step(self, action):
-        os._exit(3)
-
-
-class _IsCancelled(Plain):
-    def step(self, action):
-        raise asyncio.CancelledError
-
-
-class _OfFour(Plain):
-    """Of Gym before 0.26, with a wrapper of Gymnasium's around it."""
-
-    def step(self, action):
-        return super().step(action)[1:]
-
-
 @pytest.mark.parametrize(
     ("make_env", "vectorization", "sentence"),
     [
-        (_RaisesFirst, "sync", r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
+        (RaisesFirst, "sync", r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
         pytest.param(
-            _RaisesFirst,
+            RaisesFirst,
             "async",
             r"'reset' raised ValueError: level file not found\. \(.*\.py, line \d+\)\.",
             marks=pytest.mark.slow,
         ),
-        pytest.param(_DiesFirst, "async", r"its process has ended \(status 3\)\.", marks=pytest.mark.slow),
-        (_NotFiniteFirst, "sync", r"'reset' returned an observation that is not finite\."),
-        (_StepsWrongly, "sync", r"'step' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
+        pytest.param(DiesFirst, "async", r"its process has ended \(status 3\)\.", marks=pytest.mark.slow),
+        (NotFiniteFirst, "sync", r"'reset' returned an observation that is not finite\."),
+        (StepsWrongly, "sync", r"'step' raised ValueError: level file not found\. \(.*\.py, line \d+\)\."),
         pytest.param(
-            _StepsWrongly,
+            StepsWrongly,
             "async",
             r"'step' raised ValueError: level file not found\. \(.*\.py, line \d+\)\.",
             marks=pytest.mark.slow,
         ),
-        pytest.param(_DiesInAStep, "async", r"its process has ended \(status 3\)\.", marks=pytest.mark.slow),
-        pytest.param(_IsCancelled, "async", r"it raised CancelledError \(.*\.py, line \d+\)\.", marks=pytest.mark.slow),
+        pytest.param(DiesInAStep, "async", r"its process has ended \(status 3\)\.", marks=pytest.mark.slow),
+        pytest.param(IsCancelled, "async", r"it raised CancelledError \(.*\.py, line \d+\)\.", marks=pytest.mark.slow),
         (with_value(1, np.nan), "sync", r"'step' returned a reward that is not finite: nan\."),
         (
-            lambda: gymnasium.wrappers.TimeLimit(_OfFour(), 9),
+            lambda: gymnasium.wrappers.TimeLimit(OfFour(), 9),
             "sync",
             r"'step' raised ValueError: .*; 'step' must return \(observation, reward, terminated, truncated, info\)\.",
         ),
@@ -412,6 +385,7 @@ def test_a_new_environment_that_breaks_the_interface_at_once_is_made_anew_as_wel
     assert steps[6].episodes[0].episode_return == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError("gone"), BaseException("odd")])
 def test_exceptions_that_are_no_errors_are_told_as_others_from_a_process(error, capfd):
     class Odd(Raising):
@@ -432,12 +406,7 @@ def test_exceptions_that_are_no_errors_are_told_as_others_from_a_process(error, 
     assert not multiprocessing.active_children()
 
 
-def exits_at_once() -> None:
-    raise SystemExit("no licence")
-
-
 @KINDS
-@pytest.mark.slow
 def test_an_environment_that_ends_the_process_as_it_is_made_or_closed_ends_no_rank(vectorization, capfd):
     with pytest.raises(PalaError, match=r"cannot be made \(SystemExit: no licence; .*line \d+\)"):
         make_envs(EnvConfig(num_envs=1, vectorization=vectorization), make_env=exits_at_once)
@@ -488,6 +457,7 @@ def test_failures_end_before_the_environments_are_all_closed():
             assert Closing.open == 2
 
 
+@pytest.mark.slow
 def test_games_of_atari_are_made_anew_together(monkeypatch):
     config = EnvConfig("ALE/Pong-v5", num_envs=2, restarts=1)
     with make_envs(config) as envs:
@@ -514,6 +484,7 @@ def test_games_of_atari_are_made_anew_together(monkeypatch):
 
 
 @pytest.mark.parametrize("gae_lambda", [1.0, 0.9])
+@pytest.mark.slow
 def test_advantages_around_a_failure_are_those_of_a_cut_before_its_step(gae_lambda):
     """Environment 1 fails in its third step (in the first rollout). What was before is bootstrapped by V of the
     observation that the step began with, the step itself has no advantage, and what follows knows nothing of it."""

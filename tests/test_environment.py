@@ -72,6 +72,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+@pytest.mark.slow
 def test_it_installs_once_and_again_when_something_changed(machine: Machine) -> None:
     assert machine.use().stdout == "ready\n" and machine.done == ["venv", "install"]
     assert machine.use().stdout == "ready\n" and machine.done == []
@@ -82,6 +83,7 @@ def test_it_installs_once_and_again_when_something_changed(machine: Machine) -> 
         assert machine.use().returncode == 0 and machine.done == ["install"]
 
 
+@pytest.mark.slow
 def test_two_checkouts_that_share_an_environment_take_turns(tmp_path: Path) -> None:
     one, other = Machine(tmp_path / "one"), Machine(tmp_path / "other")
     shared = str(tmp_path / "shared")
@@ -131,6 +133,7 @@ def test_a_wish_for_another_python_is_not_passed_over(machine: Machine, tmp_path
     assert machine.use(PYTHON=str(machine.python)).returncode == 0 and machine.done == []
 
 
+@pytest.mark.slow
 def test_a_checkout_that_may_not_be_written_to_is_installed_once(machine: Machine, tmp_path: Path) -> None:
     """Jobs of an array share the environment: a second installation would take the package from under the first."""
     for folder in ("pala", "configs"):
@@ -184,6 +187,7 @@ def test_a_failed_installation_leaves_jobs_of_slurm_what_they_have(machine: Mach
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.slow
 def test_an_installation_that_is_broken_off_leaves_no_pip_and_is_done_anew(machine: Machine, number: int) -> None:
     """Also by a job of Slurm, which else takes what there is. Who comes meanwhile is told what it waits for."""
     if signal.getsignal(number) is signal.SIG_IGN:

@@ -74,6 +74,7 @@ def ordinary_game(rom: str, seed: int, actions: np.ndarray) -> Iterator[tuple[fl
         pytest.param("Pong", "pong", 800, True, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_atari_is_the_ordinary_game(game, rom, length, life_loss):
     """A lost life terminates, and the game goes on; whole games are reported unclipped; only the sign is learned."""
     config = EnvConfig(f"ALE/{game}-v5", num_envs=2, noop_max=0, terminal_on_life_loss=life_loss)
@@ -199,6 +200,7 @@ def test_final_observations_are_those_of_the_truncated_only():
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
 @pytest.mark.parametrize("max_episode_steps", [None, 2])
+@pytest.mark.slow
 def test_final_observations_outlive_the_reset_of_an_environment_with_one_array(vectorization, max_episode_steps):
     class OneArray(counter(limit=3)):
         state = np.zeros(2, np.float32)
@@ -264,6 +266,7 @@ def test_processes_give_what_this_process_gives():
     assert any(step.terminated.any() for step in trajectories[0])
 
 
+@pytest.mark.slow
 def test_of_workers_that_are_abandoned_only_those_in_a_step_are_killed(monkeypatch, capfd):
     class Slow(counter()):
         def step(self, action):
@@ -293,6 +296,7 @@ def test_of_workers_that_are_abandoned_only_those_in_a_step_are_killed(monkeypat
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_a_process_whose_environment_does_not_close_is_killed(monkeypatch, capfd):
     class Stuck(counter()):
         def close(self):
@@ -343,6 +347,7 @@ def _keeps_its_handlers() -> None:
         sys.exit(signal.getsignal(signal.SIGTERM) is not signal.default_int_handler)
 
 
+@pytest.mark.slow
 def test_a_rank_in_a_process_of_a_search_keeps_its_signals():
     process = multiprocessing.get_context("spawn").Process(target=_keeps_its_handlers)
     process.start()
@@ -354,6 +359,7 @@ def test_a_rank_in_a_process_of_a_search_keeps_its_signals():
         process.join()
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_made_in_its_process_ends_them_all(capfd):
     def make():
         if multiprocessing.current_process().name.endswith("-1"):
@@ -368,6 +374,7 @@ def test_an_environment_that_cannot_be_made_in_its_process_ends_them_all(capfd):
 
 @pytest.mark.filterwarnings("ignore:.*ERROR: ")
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_what_an_environment_in_its_process_raises_is_shown_and_named(capfd):
     """Though it cannot be sent: its class is of this function, and made of two arguments."""
 
@@ -454,6 +461,7 @@ def test_arguments_that_are_none_are_told(name, sentence):
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.slow
 def test_every_reset_gets_the_options(vectorization):
     """The first, that after an episode of five steps, and that of an environment that takes a failed one's place."""
     config = EnvConfig(num_envs=2, vectorization=vectorization, reset_options="place=[0.5, -0.5], more='x'")

@@ -453,6 +453,7 @@ def test_environments_that_cannot_be_closed_cost_neither_score_nor_policy(
     assert said.count("The environments cannot be closed (RuntimeError: the viewer is gone).") == 2
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_interrupted_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gymnasium's own close waits for ever for what the workers have said already."""
     config = replace(CARTPOLE, env=replace(CARTPOLE.env, vectorization="async"))
@@ -578,6 +579,7 @@ def test_another_environment_is_played_in_place_of_one_made_in_python(tmp_path: 
     assert (evaluation.environment, evaluation.other_settings) == ("CartPole-v1", {"env_id": "CartPole-v1"})
 
 
+@pytest.mark.slow
 def test_a_score_by_other_settings_is_no_result_of_the_run(tmp_path: Path) -> None:
     config = replace(PONG, evaluation=EvaluationConfig(episodes=1, num_envs=1))
     run = make_run(tmp_path / "run", config, network_of(config))
@@ -612,6 +614,7 @@ def test_numbers_of_an_episode_that_have_no_mean_are_left_out() -> None:
     assert _statistics(played)["mean_info"] == {"y": 2.0}
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_kept_although_nobody_reads_what_is_said(cartpole_run: Path) -> None:
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "pala.evaluate", str(cartpole_run), "--episodes", "1", "--threads", "1"]
@@ -752,6 +755,7 @@ def test_a_video_that_cannot_be_read_replaces_none(tmp_path: Path, monkeypatch: 
     assert film.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["film.mp4"]
 
 
+@pytest.mark.slow
 def test_the_video_is_of_the_game_that_the_policy_plays() -> None:
     """The colour twin of an Atari ends, scores and looks like the environment that the policy sees."""
     config = replace(PONG.env, num_envs=1, repeat_action_probability=0.25, max_episode_frames=2000)

@@ -127,6 +127,7 @@ def test_ppo_counts_whole_episodes_and_adds_the_value_of_what_was_cut(ppo: Any) 
     assert rollout.rewards[:, 0].tolist() == [1.0] * 4 + [2.5] + [1.0] * 4 + [2.5] + [1.0] * 2
 
 
+@pytest.mark.slow
 def test_ppo_plays_atari(ppo: Any) -> None:
     """Images in bytes, rewards clipped for learning, and an update by them."""
     envs = ppo.make_envs("Breakout", 2)

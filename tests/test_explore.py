@@ -20,6 +20,15 @@ from pala.exchange.gossip.protocol import GossipProtocol
 from pala.system.errors import PalaError
 from support.helpers import slow_but_for
 
+pytestmark = pytest.mark.often(
+    "test_a_planted_bug_is_found",
+    "test_a_bug_planted_in_the_driver_is_found",
+    "test_two_ranks_hold_with_worse_faults",
+    "test_a_search_that_is_given_up_says_so",
+    "test_who_goes_must_leave_a_model_of_use_behind",
+    "test_mistakes_are_named",
+)
+
 
 def explored(faults: str = "", symmetry: bool = False, first_only: bool = False, **options: Any) -> Explored:
     case = Case(faults=frozenset(faults.split()), **options)
@@ -167,8 +176,9 @@ def test_a_trace_is_the_shortest_and_told_in_words() -> None:
 
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])
 @pytest.mark.parametrize("max_staleness", slow_but_for([0, 1, 2], 1))
-@pytest.mark.parametrize("faults", ["", "stop", "timer", "death stop", "leave death", "duplicate"])
+@pytest.mark.parametrize("faults", ["stop", "timer", "death stop", "leave death", "duplicate"])
 def test_two_ranks_hold(mixing: str, max_staleness: int, faults: str) -> None:
+    """No fault need happen: what is possible without one is among the states of `stop`, where nothing is sent again."""
     assert_holds(explored(faults, mixing=mixing, max_staleness=max_staleness))
 
 
@@ -224,9 +234,10 @@ def test_three_ranks_hold(max_staleness: int) -> None:
 
 
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])
-@pytest.mark.parametrize("max_staleness", slow_but_for([0, 1], 1))
-@pytest.mark.parametrize("faults", slow_but_for(["", "death", "death stop"], "", "death"))
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("faults", ["", "death stop"])
 def test_two_groups_hold_whoever_leads(mixing: str, max_staleness: int, faults: str) -> None:
+    """No fault need happen: those of a death alone are among the states of both. Without any, nothing is sent again."""
     assert_holds(explored(faults, ranks=3, groups=(0, 0, 1), mixing=mixing, max_staleness=max_staleness))
 
 
@@ -267,7 +278,6 @@ def test_ranks_that_resume_begin_in_all_rounds() -> None:
     assert len(World(Case(3, "exponential", faults=frozenset({"resume"}))).initial()) == 2**3
 
 
-@pytest.mark.slow
 def test_ranks_that_resume_in_unlike_rounds_hold() -> None:
     assert_holds(explored("resume", symmetry=True, ranks=3, topology="exponential", max_staleness=0, updates=2))
 

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from explorer.groups import Case, Member, Phase, explore, walk
 from pala.exchange.budget import Stop
-from support.helpers import slow_but_for
+
+pytestmark = pytest.mark.often(
+    "test_a_planted_bug_is_found",
+    "test_a_trace_is_told_in_words",
+)
 
 ALL = frozenset({"death", "leave", "signal", "callback"})
 
@@ -127,11 +131,9 @@ def test_a_trace_is_told_in_words() -> None:
 # ---- what holds ------------------------------------------------------------------------------------------------------
 
 
+# No fault need happen, nor is anything heard that need be: each has all states of one with less.
 CASES = [
     case(2, 3, hears="news"),
-    case(2, 2, "death leave", most=2),
-    case(2, 2, "signal callback", hears="stop"),
-    case(3, 1, "death"),
     case(3, 1, "death", most=2),
     case(3, 1, "death", hears="news"),
     case(3, 2, "death"),
@@ -143,7 +145,7 @@ CASES = [
 LARGEST = pytest.param(case(3, 1, "death signal", most=2), marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize("what", [*slow_but_for(CASES, *CASES[:4]), LARGEST])
+@pytest.mark.parametrize("what", [*CASES, LARGEST])
 def test_a_group_holds(what: Case) -> None:
     found = explore(what)
     assert found.finished and not found.violations, "\n".join(map(str, found.violations))

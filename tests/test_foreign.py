@@ -161,6 +161,7 @@ def whole(made: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", slow_but_for(["hard link", "symbolic link", "dead link", "pipe"], "hard link"))
+@pytest.mark.slow
 def test_no_program_takes_a_run_with_a_file_of_elsewhere(
     kind: str, whole: Path, tmp_path: Path, says: Callable[[Path], str]
 ) -> None:
@@ -183,6 +184,7 @@ def test_no_program_takes_a_run_with_a_file_of_elsewhere(
         file.write_bytes(before)
 
 
+@pytest.mark.slow
 def test_no_program_takes_a_run_with_a_folder_of_elsewhere(
     whole: Path, made: Path, tmp_path: Path, says: Callable[[Path], str]
 ) -> None:
@@ -225,6 +227,7 @@ def test_a_new_run_is_not_made_in_a_folder_with_links(tmp_path: Path) -> None:
     assert not list((tmp_path / "outside").iterdir()) and not (tmp_path / "r" / "metrics").exists()
 
 
+@pytest.mark.slow
 def test_a_runs_folder_may_itself_be_reached_over_a_link(whole: Path, tmp_path: Path) -> None:
     (whole / "make_env.txt").unlink()
     (whole / ".evaluation.json.1.tmp").unlink()
@@ -328,6 +331,7 @@ def test_a_module_that_is_named_is_found_in_the_working_directory_once_it_is_tru
         assert ended.returncode == 0 and "mean return" in ended.stdout, ended.stderr
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_no_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "it ran"
     for name in ("mpi4py", "signal", "select"):
@@ -341,6 +345,7 @@ def test_the_doctor_finds_no_module_in_the_working_directory(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("name", ["pala.py", "pala/__init__.py"])
+@pytest.mark.slow
 def test_processes_of_pala_are_not_started_beside_another_pala(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +362,7 @@ def test_processes_of_pala_are_not_started_beside_another_pala(
 # ---- sizes and text --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_network_that_needs_terabytes_is_told(whole: Path, own_handlers: None, monkeypatch: Any, capsys: Any) -> None:
     (whole / "make_env.txt").unlink()
     record = json.loads((whole / "run.json").read_text())
@@ -764,6 +770,7 @@ def is_slow(program: str, fault: str) -> bool:
     ],
     indirect=["says"],
 )
+@pytest.mark.slow
 def test_a_damaged_record_is_told(fault: str, run: Path, says: Callable[[Path], str]) -> None:
     make, words = RECORDS[fault]
     made = make(json.loads((run / "run.json").read_text()))
@@ -826,6 +833,7 @@ def test_training_goes_on_beside_metrics_that_cannot_be_read(run: Path, capsys: 
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.slow
 def test_many_starts_that_lead_nowhere_take_no_time(run: Path) -> None:
     """Each start drops what came after it: looked through anew each time, this would take a minute."""
     start = {"type": "start", "time_s": 3.0, "segment": "segment-000"}
@@ -849,6 +857,7 @@ def test_a_damaged_evaluation_is_told(text: str, run: Path) -> None:
 # ---- paths -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_path_that_is_no_runs_folder_is_told(tmp_path: Path, says: Callable[[Path], str]) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder" / "run.json").mkdir(parents=True)

@@ -351,6 +351,7 @@ def sequences(draw: st.DrawFn, valid: dict[str, bytes]) -> list[tuple[Any, ...]]
 
 @pytest.mark.parametrize("compression", slow_but_for(COMPRESSIONS, "none"))
 @pytest.mark.parametrize("mixing", ["uniform", "push_sum", "paired"])
+@pytest.mark.slow
 def test_any_sequence_of_messages_ends_in_refusals(mixing: str, compression: str) -> None:
     if (mixing, compression) == ("push_sum", "top_k"):
         pytest.skip("not allowed together")
@@ -383,6 +384,7 @@ def test_any_sequence_of_messages_ends_in_refusals(mixing: str, compression: str
 
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("mixing", slow_but_for(["uniform", "push_sum", "paired"], "uniform"))
+@pytest.mark.slow
 def test_a_flood_of_messages_takes_no_memory(mixing: str, taken: bool) -> None:
     """From a peer that waits for nothing, and takes what is sent to it, or nothing."""
     valid, node = gossip_messages(mixing == "paired", "none"), Gossiping(mixing, "none", 0)

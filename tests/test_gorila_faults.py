@@ -15,6 +15,7 @@ from pala.comm.base import Bytes
 from pala.config import GorilaConfig
 from pala.exchange.budget import Stop
 from pala.gorila import exchange as exchange_module
+from pala.gorila import worker as worker_module
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.members import Watch
 from pala.gorila.messages import Kind
@@ -23,11 +24,16 @@ from pala.system.errors import EndError
 from pala.testing.faults import Fault, fail_at, fail_at_message, stop_at_message
 from pala.testing.memory import Killed, MemoryCommunicator
 from support.gorila_ranks import GLOBAL, LOCAL, MANY, make_config, make_ranks, play
-from support.gorila_ranks import without_patience as without_patience
 from support.memory_jobs import ENDLESS, GORILA, SEPARATE, Trained, gorila, stop_when, stopped_well, train
 
 SILENT = "has not answered for 1 s ('gorila.patience_s'), which"
 FEW = replace(SEPARATE, replay="global", num_replays=1, num_actors=1, num_learners=1, num_shards=1)
+
+
+@pytest.fixture
+def in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits. Learners of a whole training do, or they would take the actors' core."""
+    monkeypatch.setattr(worker_module, "_PATIENCE_S", 0.0)
 
 
 # ---- who answers -----------------------------------------------------------------------------------------------------
@@ -121,6 +127,7 @@ def test_what_dies_when_training_has_ended_is_missed_only_if_it_serves_a_shard()
 # ---- who is paired with whom -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("in_lockstep")
 def test_a_learner_without_an_actor_takes_over_those_of_the_dead_learner() -> None:
     """In lockstep: ranks 1 and 2 learn from 3 and 4."""
     cluster = make_ranks(5, make_config(**LOCAL))
@@ -249,6 +256,7 @@ def test_a_shard_that_dies_before_its_slice_is_fetched_leaves_no_policy(
 # ---- questions that are lost -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("in_lockstep")
 @pytest.mark.parametrize("lost", [Kind.FETCH, Kind.GRADIENT_AND_FETCH, Kind.PARAMETERS, Kind.SAMPLE, Kind.BATCH])
 def test_a_question_or_an_answer_that_is_lost_is_asked_for_again(lost: Kind) -> None:
     cluster = make_ranks(4, make_config(**GLOBAL))

@@ -17,7 +17,7 @@ from pala.gorila.shard import assemble
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from pala.system.resources import available_memory_bytes
-from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed
+from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed, write_paced
 from support.mpi import Job, Launcher, assert_all_end, assert_one_sentence, pids_of_ranks
 from support.run_folders import intervals, local_steps, states_of, total
 from support.standing_ranks import Ended, StandingRanks, train
@@ -217,11 +217,16 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
 # ---- deaths ----------------------------------------------------------------------------------------------------------
 
 
-def start_ulfm(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Job:
+def start_ulfm(launcher: Launcher, ranks: int, *arguments: str, cwd: Path, env: dict[str, str] | None = None) -> Job:
     python = str(launcher.folder / "python")
-    return launcher.start(
-        "--with-ft", "ulfm", "-np", str(ranks), python, "-m", "pala.train", *TRAIN, *arguments, cwd=cwd
-    )
+    train = [python, "-m", "pala.train", *TRAIN, *arguments]
+    return launcher.start("--with-ft", "ulfm", "-np", str(ranks), *train, cwd=cwd, env=env)
+
+
+def start_paced(launcher: Launcher, ranks: int, *arguments: str, cwd: Path) -> Job:
+    """An endless job whose environments leave the cores to others."""
+    endless = ["--env.id", "Paced-v0", *ENDLESS]
+    return start_ulfm(launcher, ranks, *arguments, *endless, cwd=cwd, env=write_paced(cwd, step_s=0.001))
 
 
 def test_the_others_outlive_an_actor_and_learner(any_mpi: Launcher, tmp_path: Path) -> None:
@@ -259,7 +264,7 @@ def test_the_death_of_a_shard_ends_the_job_which_goes_on_from_the_last_checkpoin
 
 
 def test_a_spare_takes_the_place_of_a_killed_actor_and_learner(any_mpi: Launcher, tmp_path: Path) -> None:
-    job, run = start_ulfm(any_mpi, 3, "--run.spares", "1", *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
+    job, run = start_paced(any_mpi, 3, "--run.spares", "1", cwd=tmp_path), tmp_path / "runs/r"
     wait_for(lambda: all_learn(run, 2), what="learning")
     pids = pids_of_ranks(tmp_path)
     assert "libtorch" not in Path(f"/proc/{pids[2]}/maps").read_text() and len(read_run(run)) == 2
@@ -279,9 +284,9 @@ def test_a_spare_takes_the_place_of_a_killed_actor_and_learner(any_mpi: Launcher
 
 def test_a_stopped_shard_ends_the_job_with_a_sentence(any_mpi: Launcher, tmp_path: Path) -> None:
     """Also the process that is stopped."""
-    job = start_ulfm(any_mpi, 3, "--gorila.patience-s", "5", *ENDLESS, cwd=tmp_path)
+    job = start_paced(any_mpi, 2, "--gorila.patience-s", "5", cwd=tmp_path)
     run = tmp_path / "runs/r"
-    wait_for(lambda: all_learn(run, 3), what="learning")
+    wait_for(lambda: all_learn(run, 2), what="learning")
     os.kill(pids_of_ranks(tmp_path)[0], signal.SIGSTOP)
     job.wait()
     assert job.status != 0 and "Traceback" not in job.output, job.output

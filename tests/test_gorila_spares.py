@@ -89,6 +89,7 @@ def test_a_run_is_completed_with_a_spare(tmp_path: Path) -> None:
     assert job.ended_well(but_for=[2]) and 800 <= job.segment["global_steps"] < 900
 
 
+@pytest.mark.slow
 def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
     job = train(4, with_spares(tmp_path, 2, steps=300))
     assert job.ended_well(but_for=[2, 3]) and [result.status for result in job.results[2:]] == ["spared"] * 2
@@ -155,6 +156,7 @@ def stop_after_a_departure(*ranks: int) -> OnCount:
 
 
 @pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.slow
 def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
     spares: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -174,6 +176,7 @@ def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
         (4, replace(SEPARATE, num_shards=1, num_learners=1), 1, "'gorila.roles' is 'separate'"),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_others_need_stays_and_says_so(
     ranks: int, config: GorilaConfig, told: int, why: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -209,6 +212,7 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, m
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

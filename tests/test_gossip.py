@@ -109,7 +109,10 @@ def test_a_large_model_comes_on_the_transports_thread(large: bool, monkeypatch: 
     def main(comm: MemoryCommunicator) -> int:
         return train(comm, total_steps=300)[1].global_steps
 
-    assert min(on_ranks(2, main)) >= 300
+    for _ in range(1 if large else 50):  # which of two threads is first is a matter of luck
+        assert min(on_ranks(2, main)) >= 300
+        if by[False]:
+            break
     assert by.total() > 20 and (by[False] == 0) == large
 
 
@@ -270,9 +273,9 @@ print(f"rank {gossip.rank} of {gossip.size}: {gossip.global_steps} steps, {float
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_an_error_of_one_real_rank_ends_the_job_with_its_traceback(any_mpi: Launcher, tmp_path: Path) -> None:
-    done = any_mpi.script(3, SCRIPT, tmp_path, "fail")
+    done = any_mpi.script(2, SCRIPT, tmp_path, "fail")
     assert done.status != 0 and "ValueError: of the user's" in done.output and "pala: rank 1 failed" in done.output
-    done = any_mpi.script(3, SCRIPT, tmp_path, "fail at the start")
+    done = any_mpi.script(2, SCRIPT, tmp_path, "fail at the start")
     assert done.status != 0 and "ZeroDivisionError" in done.output and "pala: rank 1 failed" in done.output
 
 
@@ -295,9 +298,9 @@ print(f"rank {gossip.rank}: {bool(torch.allclose(model[0], expected, rtol=1e-4))
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_a_script_on_real_ranks_whose_messages_are_larger_than_mpi_counts(mpi: Launcher, tmp_path: Path) -> None:
-    done = mpi.script(3, LARGE, tmp_path)
+    done = mpi.script(2, LARGE, tmp_path)
     lines = sorted(line for line in done.output.splitlines() if line.startswith("rank "))
-    assert done.status == 0 and lines == [f"rank {rank}: True True" for rank in range(3)], done.output
+    assert done.status == 0 and lines == [f"rank {rank}: True True" for rank in range(2)], done.output
 
 
 DYING = """
@@ -323,14 +326,12 @@ os._exit(0)
 def test_the_living_average_after_a_death(any_mpi: Launcher, tmp_path: Path) -> None:
     (tmp_path / "dying.py").write_text(DYING)
     python = str(any_mpi.folder / "python")
-    job = any_mpi.start("--with-ft", "ulfm", "-np", "4", python, "dying.py", cwd=tmp_path).wait()
+    job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "dying.py", cwd=tmp_path).wait()
     lines = [line for line in job.output.splitlines() if line.startswith(("epoch", "ends", "told"))]
     for epoch in range(6):
         values = {line for line in lines if line.startswith(f"epoch {epoch}:")}
         assert len(values) == 1, job.output
-    assert len([line for line in lines if line.startswith("ends")]) == 3 and lines.count("told death 1") == 3, (
-        job.output
-    )
+    assert sum(line.startswith("ends") for line in lines) == lines.count("told death 1") == 2, job.output
 
 
 @pytest.mark.slow
@@ -361,15 +362,13 @@ print(f"rank {gossip.rank} of {len(gossip.living)}, {signalled}: {float(model.we
 @pytest.mark.mpi
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "living", "signals"), [("SIGUSR1", 3, ["none", "SIGUSR1"]), ("SIGUSR2", 2, ["none"])]
+    ("number", "ranks", "signals"), [("SIGUSR1", 2, ["none", "SIGUSR1"]), ("SIGUSR2", 3, ["none"])]
 )
-def test_signals_to_a_real_rank(
-    number: str, living: int, signals: list[str], any_mpi: Launcher, tmp_path: Path
-) -> None:
+def test_signals_to_a_real_rank(number: str, ranks: int, signals: list[str], any_mpi: Launcher, tmp_path: Path) -> None:
     """SIGUSR1 ends all; by SIGUSR2 it leaves, and its process waits for the others."""
-    done = any_mpi.script(3, SIGNALLED, tmp_path, number)
+    done = any_mpi.script(ranks, SIGNALLED, tmp_path, number)
     lines = sorted(line for line in done.output.splitlines() if line.startswith("rank "))
-    assert done.status == 0 and len(lines) == 3, done.output
+    assert done.status == 0 and len(lines) == ranks, done.output
     assert len({line.partition(":")[2] for line in lines}) == 1
     assert {line.partition(", ")[2].partition(":")[0] for line in lines} == set(signals)
-    assert all(f"of {living}," in line for line in lines if not line.startswith("rank 1"))
+    assert all("of 2," in line for line in lines if not line.startswith("rank 1"))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pala import gossip as gossip_module
+from pala.comm.base import Communicator
 from pala.gossip import Gossip
 from pala.system import output, waiting
 from pala.system.errors import EndError, PalaError
@@ -23,6 +24,7 @@ from pala.testing.memory import MemoryCommunicator
 from support import REPOSITORY
 from support.gossip_loops import add, on_ranks, train, zeros
 from support.mpi import Launcher
+from support.standing_ranks import StandingRanks
 
 
 def test_two_blocks_at_a_time() -> None:
@@ -341,14 +343,6 @@ with pala.Gossip(model, total_steps=10**9, patience_s=1) as gossip:
             model.weight = torch.nn.Parameter(torch.zeros(2, 3))
         if what != "updates" or gossip.rank == 0:
             gossip.after_update(steps=1)
-        if what == "average" and gossip.global_steps > 200:
-            break
-        if what == "average" and gossip.average() and gossip.global_steps % 5 == 0:
-            print(f"rank {gossip.rank}: {float(model.weight.sum()):.6f}", file=sys.stderr)
-        if what == "average":
-            with torch.no_grad():
-                model.weight += gossip.rank
-print(f"rank {gossip.rank} ends with {float(model.weight.sum()):.6f} after {gossip.global_steps}")
 """
 
 
@@ -361,33 +355,47 @@ def test_a_mistake_of_a_real_rank_ends_the_job(what: str, words: str, any_mpi: L
     assert words in done.output and "Traceback" not in done.output
 
 
+def average_in_the_midst(comm: Communicator) -> tuple[float, int, int]:
+    model, averaged = zeros(), 0
+    with Gossip(model, total_steps=10**9, patience_s=1, comm=comm) as gossip:
+        while gossip.goes_on:
+            gossip.after_update(steps=1)
+            if gossip.global_steps > 200:
+                break
+            averaged += gossip.average()
+            add(model, gossip.rank)
+    return float(model.weight.sum()), gossip.global_steps, averaged
+
+
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_real_ranks_average_in_the_midst(any_mpi: Launcher, tmp_path: Path) -> None:
-    done = any_mpi.script(3, SCRIPT, tmp_path, "average")
-    ends = [line.partition("ends")[2] for line in done.output.splitlines() if " ends with " in line]
-    assert done.status == 0 and len(ends) == 3 and len(set(ends)) == 1, done.output
+def test_real_ranks_average_in_the_midst(standing: StandingRanks, tmp_path: Path) -> None:
+    ends = standing.run(3, average_in_the_midst, cwd=tmp_path).values
+    assert len({end[:2] for end in ends}) == 1 and min(end[2] for end in ends) > 10, ends
 
 
 AVERAGE = """
-import sys, time, torch, pala, pala.gossip, pala.system.waiting as waiting
-waiting.TELL_S, waiting.SAY_S, pala.gossip._CLOSE_S = 0.2, 1.0, 60.0 if sys.argv[1] == "late" else 3.0
+import time, torch, pala, pala.gossip, pala.system.waiting as waiting
+waiting.TELL_S, waiting.SAY_S, pala.gossip._CLOSE_S = 0.2, 1.0, 60.0
 with pala.Gossip(torch.nn.Linear(3, 2), total_steps=10**9) as gossip:
-    gossip.after_update(steps=1)
-    if gossip.rank == 2:
-        time.sleep(3 if sys.argv[1] == "late" else 60)
-    gossip.average()
+    for sleep_s in (3, 60):  # late, and never
+        gossip.after_update(steps=1)
+        if gossip.rank == 2:
+            time.sleep(sleep_s)
+        gossip.average()
+        print(f"rank {gossip.rank} has averaged", flush=True)
+        pala.gossip._CLOSE_S = 3.0
 """
 
 
 @pytest.mark.mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["late", "never"])
-def test_a_real_rank_that_waits_for_an_average_names_the_others(how: str, any_mpi: Launcher, tmp_path: Path) -> None:
-    done = any_mpi.script(3, AVERAGE, tmp_path, how)
-    assert "[rank 0] has waited 1 s at `average()` for rank 2." in done.output, done.output
-    assert (done.status == 0) == (how == "late")
-    assert ("at `average()`, to which rank 2 did not come" in done.output) == (how == "never")
+def test_a_real_rank_that_waits_for_an_average_names_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
+    """First for one that is late, then for one that does not come."""
+    done = any_mpi.script(3, AVERAGE, tmp_path)
+    assert "[rank 0] has waited 1 s at `average()` for rank 2." in done.output.partition("has averaged")[0], done.output
+    assert done.status != 0 and done.output.count(" has averaged") == 3, done.output
+    assert "at `average()`, to which rank 2 did not come" in done.output
 
 
 def test_a_loop_finds_its_rank_by_itself() -> None:

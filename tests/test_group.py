@@ -35,6 +35,17 @@ from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
 from support.helpers import slow_but_for
 from support.memory_jobs import BATCH, ENDLESS, Trained, configure, leave_at, parameters, stop_when, stopped_well, train
 
+pytestmark = pytest.mark.often(
+    "test_the_ranks_of_a_group_hold_one_model",
+    "test_a_signal_and_a_callback_end_all_groups",
+    "test_two_ranks_of_a_group_have_the_gradient_of_one_with_twice_the_environments",
+    "test_a_group_lies_on_one_host",
+    "test_a_group_that_would_span_hosts_is_refused",
+    "test_groups_are_refused_where_there_can_be_none",
+    "test_the_lowest_that_lives_leads",
+    "test_ranks_share_a_file_that_has_no_name",
+)
+
 
 def slowly(cases: list[Any]) -> list[Any]:
     """The same cases, left out by -m "not slow"."""
@@ -498,7 +509,7 @@ class Announcements:
         comm.on_count(updates)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *slowly(list(range(3, 40)))])
+@pytest.mark.parametrize("seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(20, 40))])
 def test_random_schedules(seed: int, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever dies, and whenever: those that live end together with one model a group, and the budget met."""
     ranks, num_dead = 6, 1 + seed % 4

@@ -17,7 +17,7 @@ from support.run_folders import all_train, intervals, local_steps, states_of, to
 from support.standing_ranks import StandingRanks
 from virtual_hosts import VirtualHosts
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 GROUPS = ["--exchange.group", "2", "--exchange.mixing", "paired"]
 
@@ -43,7 +43,7 @@ def assert_one_model(run: Path, *ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("each_standing", "group"),
-    [("openmpi", "2"), *(pytest.param(mpi, "host", marks=pytest.mark.slow) for mpi in ("openmpi", "mpich"))],
+    [("openmpi", "2"), ("openmpi", "host"), ("mpich", "host")],
     indirect=["each_standing"],
 )
 def test_the_ranks_of_a_group_hold_one_model(each_standing: StandingRanks, group: str, tmp_path: Path) -> None:
@@ -62,11 +62,10 @@ def test_the_ranks_of_a_group_hold_one_model(each_standing: StandingRanks, group
     assert not list(Path("/dev/shm").glob("pala-group-*"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("killed", [[0, 1], [0, 3]])
 def test_a_group_continues_without_its_dead(killed: Sequence[int], any_mpi: Launcher, tmp_path: Path) -> None:
     """A whole group; the leader of one and a member of the other. Each alone, with threads: `test_group.py`."""
-    job, pids = start_slow(any_mpi, 4, "--total-steps", "12000", cwd=tmp_path)
+    job, pids = start_slow(any_mpi, 4, "--total-steps", "6000", cwd=tmp_path)
     run, living = tmp_path / "runs/r", [rank for rank in range(4) if rank not in killed]
     for rank in killed:
         os.kill(pids[rank], signal.SIGKILL)
@@ -76,7 +75,7 @@ def test_a_group_continues_without_its_dead(killed: Sequence[int], any_mpi: Laun
     job.wait()
     assert job.status == 0 and "WARNING" not in job.output, job.output
     segment = record_of(run)["segments"][0]
-    assert record_of(run)["completed"] and 12000 <= segment["global_steps"] < 15000
+    assert record_of(run)["completed"] and 6000 <= segment["global_steps"] < 9000
     for group in ([0, 1], [2, 3]):
         if rest := [rank for rank in group if rank in living]:
             assert_one_model(run, *rest)
@@ -85,7 +84,6 @@ def test_a_group_continues_without_its_dead(killed: Sequence[int], any_mpi: Laun
     assert_all_end(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_leader_leaves_and_a_stopped_member_stops_its_group_alone(any_mpi: Launcher, tmp_path: Path) -> None:
     job, pids = start_slow(any_mpi, 4, "--total-steps", "100000000", cwd=tmp_path)
     run = tmp_path / "runs/r"
@@ -108,7 +106,6 @@ def test_a_leader_leaves_and_a_stopped_member_stops_its_group_alone(any_mpi: Lau
     assert_all_end(tmp_path)
 
 
-@pytest.mark.slow
 def test_groups_of_two_hosts_outlive_a_cut_link_and_a_killed_member(possible: Launcher, tmp_path: Path) -> None:
     """Each group is a host. While the link is cut both continue; after that a rank of one dies, its leader."""
     script = write_disturbed(tmp_path, SLOW_UNTIL_FREE, "--exchange.group", "host", "--total-steps", "40000")

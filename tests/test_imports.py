@@ -157,27 +157,26 @@ except SystemExit as exit_:
 @pytest.mark.parametrize(
     ("code", "allowed"),
     [
-        ("import pala", set()),
-        ("import pala.config, pala.config.catalogue", set()),
-        ("import pala.exchange.gossip.topology", set()),
-        ("import pala.exchange.gossip.process_lock", set()),
-        ("import pala.exchange.budget", {"numpy"}),
-        ("import pala.exchange.gossip.protocol", {"numpy"}),
-        ("import pala.exchange.gossip.paired", {"numpy"}),
-        ("import pala.train", {"mpi4py"}),
-        ("import pala.lab.benchmark.__main__", {"numpy"}),
-        pytest.param(BENCHMARK, {"numpy"}, marks=pytest.mark.slow),
-        pytest.param(CHECK, {"numpy"}, marks=pytest.mark.slow),
-        ("import pala.lab.simulate.__main__", {"numpy"}),
-        ("import pala.lab.chaos.__main__", {"numpy"}),
-        ("import pala.lab.compare.__main__", {"numpy", "gymnasium"}),
-        ("import pala.lab.scores", {"numpy", "gymnasium"}),
-        ("import pala.doctor.__main__", {"numpy", "mpi4py"}),
-        ("import pala.job.rank", {"numpy"}),
-        (HELP.format("evaluate"), set()),
-        (HELP.format("plot"), {"numpy"}),
-        (HELP.format("trace"), {"numpy"}),
-        (HELP.format("play"), set()),
+        ("import pala, pala.config.catalogue, pala.exchange.gossip.topology, pala.exchange.gossip.process_lock", set()),
+        (
+            "import pala.exchange.budget, pala.exchange.gossip.protocol, pala.exchange.gossip.paired, pala.job.rank\n"
+            "import pala.lab.benchmark.__main__, pala.lab.simulate.__main__, pala.lab.chaos.__main__",
+            {"numpy"},
+        ),
+        *(
+            pytest.param(code, allowed, marks=pytest.mark.slow)
+            for code, allowed in (
+                ("import pala.train", {"mpi4py"}),
+                (BENCHMARK, {"numpy"}),
+                (CHECK, {"numpy"}),
+                ("import pala.lab.compare.__main__, pala.lab.scores", {"numpy", "gymnasium"}),
+                ("import pala.doctor.__main__", {"numpy", "mpi4py"}),
+                (HELP.format("evaluate"), set()),
+                (HELP.format("plot"), {"numpy"}),
+                (HELP.format("trace"), {"numpy"}),
+                (HELP.format("play"), set()),
+            )
+        ),
     ],
 )
 def test_what_is_heavy_is_loaded_late_or_never(code: str, allowed: set[str]) -> None:

@@ -97,6 +97,7 @@ def test_the_layout_of_an_image_in_a_dict_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
+@pytest.mark.slow
 def test_environments_give_rows(vectorization: Any) -> None:
     """Also of the last observations of cut episodes."""
     with make_envs(EnvConfig(num_envs=2, vectorization=vectorization), make_env=Both) as envs:
@@ -182,6 +183,7 @@ def test_a_run_with_images_vectors_and_masks_from_end_to_end(tmp_path: Path, mem
         policy.act(first | {"picture": first["picture"][..., 0]})
 
 
+@pytest.mark.slow
 def test_ones_own_network_takes_rows_apart(tmp_path: Path) -> None:
     config = replace(configure(tmp_path, 200), network=NetworkConfig(precision="float32"))
     result = pala.fit(config, make_env=Both, make_network=OwnNetwork)
@@ -202,6 +204,7 @@ class Unmasked(gymnasium.Wrapper):
         return *self.env.step(action)[:4], {}
 
 
+@pytest.mark.slow
 def test_gorila_plays_images_and_vectors(tmp_path: Path) -> None:
     gorila = GorilaConfig(replay_capacity_steps=500, min_replay_steps=50, minibatch_size=8)
     config = replace(configure(tmp_path, 300), algorithm="gorila", gorila=gorila)

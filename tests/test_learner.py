@@ -250,6 +250,7 @@ def test_what_others_are_to_blame_for_does_not_hide_the_first_of_a_rank_s_own(ca
     assert "2 were so far" in said
 
 
+@pytest.mark.slow
 def test_rewards_that_are_never_finite_end_the_run():
     with pytest.raises(PalaError, match=r"\[rank 0\] update 100: no finite gradient for 100 updates"):
         Run(configured(10**6), poisoned(range(10**6))).go()
@@ -439,6 +440,7 @@ class TwoRanks(Alone):
         ("ALE/Pong-v5", "bfloat16", True, True, "bfloat16"),
     ],
 )
+@pytest.mark.slow
 def test_bfloat16_is_chosen_for_images_where_all_ranks_have_it(
     env_id: str, wanted: Any, mine: bool, others: bool, chosen: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -44,6 +44,7 @@ NAMES = ["info", "method", "tuple of choices", "choices by a method"]
     ("make_env", "vectorization"),
     [*((make_env, "sync") for make_env in MAKERS), *((make_env, "async") for make_env in MAKERS[1:3])],
 )
+@pytest.mark.slow
 def test_masks_are_those_of_the_next_step(make_env: Any, vectorization: str) -> None:
     """An environment that ended shows the mask of its reset. Actions by the masks never raise."""
     envs = make_envs(EnvConfig("x", num_envs=3, vectorization=vectorization), make_env=make_env)
@@ -105,7 +106,7 @@ class Misnamed(gymnasium.Wrapper):
     ("name", "vectorization", "what"),
     [
         ("action_masks", "sync", "info 'action_masks'"),
-        ("legal_actions", "async", "info 'legal_actions'"),
+        pytest.param("legal_actions", "async", "info 'legal_actions'", marks=pytest.mark.slow),
         ("attribute", "sync", "attribute 'action_masks', which is no method,"),
         ("num_illegal_actions", "sync", ""),
         ("action_mask", "sync", ""),
@@ -202,9 +203,9 @@ def test_a_mask_of_all_zeros_ends_training_with_its_environment(tmp_path: Path) 
 @pytest.mark.slow
 def test_training_never_takes_a_masked_action(make_env: Any) -> None:
     """The environment would raise."""
-    run = Run(configured(total_steps=1000), make_env)
+    run = Run(configured(total_steps=400), make_env)
     run.go()
-    assert run.counters.applied == run.counters.updates == 100
+    assert run.counters.applied == run.counters.updates == 40
     assert run.envs.num_failures == 0
     assert all(record["entropy"] > 0 for record in run.of_type("interval"))
 
@@ -356,6 +357,7 @@ def test_masks_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make_env", [INFO, partial(Fickle, "tuple", CHOICES)])
+@pytest.mark.slow
 def test_an_export_takes_masks(tmp_path: Path, make_env: Any) -> None:
     policy, envs = policy_for(tmp_path, make_env)
     policy.export(tmp_path / "policy.pt2", action_masks=True)
@@ -387,6 +389,7 @@ def test_a_run_with_masks_from_end_to_end(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("gives_info", [True, False])
+@pytest.mark.slow
 def test_masks_that_are_only_observed_are_told(gives_info: bool, tmp_path: Path, capsys: Any) -> None:
     """RLlib's convention: training took what was not allowed without a word."""
 

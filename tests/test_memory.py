@@ -88,6 +88,18 @@ from support.memory_jobs import (
     train,
 )
 
+pytestmark = pytest.mark.often(
+    "test_training_completes_with_the_budget_met",
+    "test_a_callback_hears_of_every_update",
+    "test_other_ranks_go_on_from_the_runs_policy",
+    "test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end",
+    "test_a_rank_that_fails_leaves_no_thread_behind",
+    "test_a_run_that_cannot_be_saved_fails_at_once_and_leaves_nothing",
+    "test_ranks_of_unlike_networks_are_told",
+    "test_one_mix_in_eight_is_measured_however_often_records_are_written",
+    "test_a_model_that_mpi_cannot_count_is_told",
+)
+
 # ---- all is well -----------------------------------------------------------------------------------------------------
 
 METRICS_OF_A2C = {metric.name for metric in METRICS if metric.is_of("a2c")} - {"info_KEY"}
@@ -703,7 +715,6 @@ def test_a_resumed_run_leaves_out_what_the_dead_had(tmp_path: Path, capsys: pyte
 # ---- ranks that stop, messages that are lost or damaged --------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path: Path) -> None:
     """The others wait for it for a moment only, or for as long as it is stopped; in the end all complete."""

@@ -93,6 +93,7 @@ def test_the_death_of_a_shard_ends_gorila_with_a_sentence(ranks: int, config: Go
     assert resumed.ended_well() and resumed.results[0].global_steps >= 400
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_gorila_and_its_replay_is_kept(tmp_path: Path) -> None:
     config = replace(GORILA, save_replay=True)
     trained = train(3, gorila(tmp_path, config, ENDLESS), [signal_at(2, update=10)])
@@ -120,6 +121,7 @@ def test_a_replay_that_was_played_with_other_settings_is_not_used(
     assert why in capsys.readouterr().err and len(loaded) == 2
 
 
+@pytest.mark.slow
 def test_a_replay_that_cannot_be_removed_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = train(1, gorila(tmp_path, replace(GORILA, num_shards=1, save_replay=True)))
     unlink = Path.unlink
@@ -150,6 +152,7 @@ def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatc
     assert len(set(streams)) == len(streams) == 6
 
 
+@pytest.mark.slow
 def test_other_ranks_and_roles_go_on_with_gorilas_parameters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     trained = train(3, gorila(tmp_path))
     begin, made = assemble(trained.states()), trained.results[0].global_steps
@@ -217,6 +220,7 @@ def test_a_replay_with_no_room_for_every_environment_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("before", slow_but_for([SEPARATE, GORILA], GORILA))
+@pytest.mark.slow
 def test_a_replay_of_ranks_with_other_roles_is_not_used(
     before: GorilaConfig, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -229,6 +233,7 @@ def test_a_replay_of_ranks_with_other_roles_is_not_used(
 
 
 @pytest.mark.parametrize(("period", "is_said"), [(10, False), (11, True)])
+@pytest.mark.slow
 def test_a_budget_that_never_copies_the_target_network_is_told(
     period: int, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -238,6 +243,7 @@ def test_a_budget_that_never_copies_the_target_network_is_told(
     assert (sentence in capsys.readouterr().err) == is_said
 
 
+@pytest.mark.slow
 def test_steps_in_which_an_environment_fails_are_left_out_counted_and_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -54,6 +54,7 @@ def meet_the_first(
 
 @pytest.mark.parametrize("kind", [Kind.OFFER, Kind.ANSWER], ids=str)
 @pytest.mark.parametrize("lost", slow_but_for([(0, 1), (1, 0)], (0, 1)), ids=str)
+@pytest.mark.slow
 def test_after_a_lost_offer_or_answer_two_ranks_go_on_to_exchange(
     lost: tuple[int, int], kind: Kind, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_after_a_lost_offer_or_answer_two_ranks_go_on_to_exchange(
     ("compression", "kind"),
     slow_among([("none", Kind.OFFER), ("none", Kind.ANSWER), ("bfloat16", Kind.OFFER), ("top_k", Kind.ANSWER)], "none"),
 )
+@pytest.mark.slow
 def test_damaged_offers_and_answers_are_refused_and_leave_nobody_waiting(
     compression: str, kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -45,6 +45,13 @@ from support.memory_jobs import (
     with_spares,
 )
 
+pytestmark = pytest.mark.often(
+    "test_a_spare_replaces_a_rank_that_leaves",
+    "test_a_spare_computes_in_what_the_others_have_chosen",
+    "test_a_spare_takes_a_place_in_any_topology",
+    "test_a_spare_may_die_with_any_of_its_messages",
+)
+
 
 def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
     job = train(5, with_spares(tmp_path, spares=2, steps=200))
@@ -95,7 +102,7 @@ def test_a_spare_computes_in_what_the_others_have_chosen(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("topology", slow_but_for(["ring", "exponential", "complete"], "ring"))
 def test_a_spare_takes_a_place_in_any_topology(topology: str, tmp_path: Path) -> None:
-    config = with_spares(tmp_path, spares=1, topology=topology, compression="top_k")
+    config = with_spares(tmp_path, spares=1, topology=topology, compression="top_k", patience_s=0.5)
     job = train(5, config, [fail_at(1, update=5)], on_count=stop_when(4, updates=10))
     assert stopped_well(job, but_for=[1]) and ranks_in(job, "joined_ranks") == [4]
     assert job.total("models_mixed", rank=4) > 0
@@ -167,7 +174,6 @@ def test_two_that_die_one_after_the_other_are_both_replaced(dead: tuple[int, int
     assert ranks_in(job, "lost_ranks") == list(dead) and ranks_in(job, "joined_ranks") == [3, 4]
 
 
-@pytest.mark.slow
 def test_a_spare_that_dies_is_replaced_by_the_next_and_then_the_others_go_on(tmp_path: Path) -> None:
     job = train(5, with_spares(tmp_path, spares=2, steps=2000), [fail_at(rank, update=5) for rank in (1, 3, 4)])
     assert job.ended_well(but_for=[1, 3, 4]) and 1 in ranks_in(job, "lost_ranks")

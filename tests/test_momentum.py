@@ -130,6 +130,7 @@ def test_trainings_complete_and_keep_it_in_their_checkpoints(kind: str, settings
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_it(ranks: int, tmp_path: Path) -> None:
     trained = train(2, with_momentum(configure(tmp_path, steps=300, mixing="paired")))
     before = torch.stack([state.tensors["movement"] for state in trained.states()])

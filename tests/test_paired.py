@@ -649,6 +649,7 @@ def test_all_progress_is_kept_at_any_delay(
 
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("topology", ["random", "ring", "exponential"])
+@pytest.mark.slow
 def test_on_fast_links_nearly_all_progress_is_in_the_models_and_little_of_it_by_uniform(
     topology: str, slow: bool
 ) -> None:
@@ -659,6 +660,7 @@ def test_on_fast_links_nearly_all_progress_is_in_the_models_and_little_of_it_by_
 
 @pytest.mark.parametrize("topology", ["random", "ring", "exponential"])
 @pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.slow
 def test_without_learning_all_ranks_come_to_the_mean_of_their_models(n: int, topology: str) -> None:
     for network in ("ordinary", "in step", "uneven"):
         largest = 0.3 if topology == "ring" and n > 2 else 0.05
@@ -717,6 +719,7 @@ def test_crossing_offers_end_in_the_average_and_do_not_change_places() -> None:
     np.testing.assert_allclose(play_in_step(exchanges=4), 0.5, atol=0.01)
 
 
+@pytest.mark.slow
 def test_damaged_models_leave_nobody_waiting() -> None:
     for seed in range(40):
         assert play_with_damage(seed) == [], seed
@@ -764,6 +767,7 @@ def test_bugs_at_crossing_offers_are_found_where_all_offers_cross() -> None:
         (LeavesAnAnswerThatCannotBeReadOpen, "deadlock"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_bugs_after_damage_are_found_where_models_are_damaged(bug: type[Paired], symptom: str) -> None:
     with pytest.raises(AssertionError, match=symptom):
         for seed in range(60):

@@ -106,6 +106,7 @@ def test_lines_are_told_apart_in_grey() -> None:
         assert all(first[key] != second[key] for key in ("color", "linestyle", "marker"))
 
 
+@pytest.mark.slow
 def test_evaluations_stand_beside_the_ends(tmp_path: Path) -> None:
     def marks(*runs: Path) -> dict[str, list[float]]:
         loaded = [read(run) for run in runs]
@@ -124,6 +125,7 @@ def test_evaluations_stand_beside_the_ends(tmp_path: Path) -> None:
     assert marks(a, b, ring) == {"evaluation, mean and range of runs; of one ± standard error": [8, 10]}
 
 
+@pytest.mark.slow
 def test_a_mean_that_ends_before_its_runs_is_explained(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / str(s), replace(CONFIG, seed=s), end_s=600 * s) for s in (1, 2)]
     steps, time = _draw_many(_grouped([read(path) for path in paths], "preset")).axes
@@ -161,6 +163,7 @@ def test_the_panel_of_distances_is_for_gossip(tmp_path: Path) -> None:
     assert np.asarray(gossip.axes[1].lines[0].get_xdata())[-1] == pytest.approx(9.75)
 
 
+@pytest.mark.slow
 def test_seeds_are_merged_and_settings_told_apart(tmp_path: Path) -> None:
     seeds = [make_run(tmp_path / f"s{s}", replace(CONFIG, seed=s)) for s in (1, 2, 6)]
     ring = make_run(tmp_path / "ring", replace(CONFIG, exchange=RING))
@@ -203,6 +206,7 @@ def test_how_long_a_job_may_wait_does_not_tell_runs_apart(tmp_path: Path) -> Non
     assert list(_grouped(runs, "preset")) == ["1 (mean and range of 2 seeds)"]
 
 
+@pytest.mark.slow
 def test_names_are_not_read_as_markup(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name) for name in ("_hidden", "cost$x_$y")]
     figure = _draw_many(_grouped([read(run) for run in runs], "none"))
@@ -250,6 +254,7 @@ def test_errors_are_sentences(
     assert "is not a run's folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_pipe_or_a_device_does_not_become_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As root `--output /dev/null` would."""
     run, pipe, link = make_run(tmp_path / "a"), tmp_path / "null", tmp_path / "stdout"
@@ -265,11 +270,13 @@ def test_a_pipe_or_a_device_does_not_become_a_picture(tmp_path: Path, monkeypatc
     assert link.is_symlink()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_named_twice_is_drawn_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     assert plot([run, tmp_path / "a/../a", run]) == tmp_path / "a" / "learning_curve.png"
 
 
+@pytest.mark.slow
 def test_the_program_names_the_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

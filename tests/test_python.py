@@ -59,6 +59,23 @@ from support.helpers import record_of
 from support.memory_jobs import configure, gorila
 from support.policies import CARTPOLE, make_run, network_of
 
+pytestmark = pytest.mark.often(
+    "test_a_policy_acts_on_one_observation_or_a_batch",
+    "test_a_policy_says_what_it_cannot_take",
+    "test_a_policy_takes_what_the_environment_gives",
+    "test_the_policy_of_a_box_and_of_gorila",
+    "test_whatever_a_trunk_gives_reaches_the_heads_as_float32",
+    "test_a_network_that_cannot_be_is_told",
+    "test_a_named_network_that_cannot_be_is_told",
+    "test_a_wrapper_that_cannot_be_is_told",
+    "test_a_run_that_was_stopped_early_goes_on",
+    "test_one_rank_alone_may_have_a_callback",
+    "test_fit_leaves_a_scripts_random_numbers_as_they_were",
+    "test_a_network_may_be_lazy",
+    "test_what_is_no_function_is_told",
+    "test_what_counts_as_false",
+)
+
 PAGE = REPOSITORY / "docs" / "python.md"
 EXAMPLES = REPOSITORY / "examples"
 
@@ -338,7 +355,6 @@ def test_what_is_no_function_is_told(given: dict[str, Any], words: str) -> None:
         pala._check_callable(**given)
 
 
-@pytest.mark.slow
 def test_a_policy_is_exported_as_a_program_of_torch(policy: Any, tmp_path: Path, recwarn: Any) -> None:
     policy.export(tmp_path / "policy.pt2")
     exported = torch.export.load(tmp_path / "policy.pt2").module()
@@ -1263,7 +1279,6 @@ def test_a_run_by_fit_says_what_made_it(
     assert asked == ([] if has_started_mpi else ["ls-files", "rev-parse", "status", "rev-parse", "ls-files"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "num_blocks", "num_runs"), [("python", 6, 4), ("own_network", 3, 1), ("coming_from", 2, 2)]
 )
@@ -1283,7 +1298,6 @@ def test_the_page_as_written(name: str, num_blocks: int, num_runs: int, one_rank
     assert len(list((tmp_path / "runs").iterdir())) == num_runs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["own_environment", "own_network", "hyperparameter_search", "load_and_act", "t_maze"])
 def test_the_examples(name: str, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     arguments, says = {

@@ -86,6 +86,7 @@ if MPI.COMM_WORLD.rank == 1:
     [("openmpi", "pala.train"), pytest.param("mpich", "pala.doctor", marks=pytest.mark.slow)],
     indirect=["mpi"],
 )
+@pytest.mark.slow
 def test_a_program_that_a_rank_starts_is_refused(mpi: Launcher, module: str, tmp_path: Path) -> None:
     """With the rank's variables it waited for ever."""
     job = mpi.script(2, INHERITED, tmp_path, module)
@@ -104,6 +105,7 @@ LEFT_OVER = {
 
 
 @pytest.mark.parametrize("launcher", LEFT_OVER)
+@pytest.mark.slow
 def test_variables_of_a_launcher_that_is_gone_are_named(launcher: str, tmp_path: Path) -> None:
     """Rank 1 of them ended without a word."""
     variables = LEFT_OVER[launcher]
@@ -113,6 +115,7 @@ def test_variables_of_a_launcher_that_is_gone_are_named(launcher: str, tmp_path:
     assert f"`unset {' '.join(sorted(variables))}`" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_doctor_names_what_a_launcher_has_left(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pala.doctor"]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | LEFT_OVER["PMI"], capture_output=True, text=True)

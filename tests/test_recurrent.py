@@ -85,6 +85,7 @@ def slowly(network: ActorCritic, kind: str, observations: list[torch.Tensor]) ->
 
 @pytest.mark.parametrize("space", [VECTOR, IMAGE], ids=["vector", "image"])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.slow
 def test_passes_and_gradient_are_those_of_the_slow_equations(kind: str, space: Box) -> None:
     """Environment 1 begins an episode after the second step; the gradient goes back through all steps of an episode."""
     network, config = network_of(kind, space)
@@ -113,6 +114,7 @@ def test_passes_and_gradient_are_those_of_the_slow_equations(kind: str, space: B
     assert (found != 0).float().mean() > 0.5
 
 
+@pytest.mark.slow
 def test_a_rollout_begins_where_the_last_ended_and_its_gradient_stays_inside() -> None:
     """The first state is kept over an update, in which the parameters change, and no gradient goes through it."""
     network, config = network_of("lstm", VECTOR)
@@ -307,6 +309,7 @@ class Noisy(nn.Module):
     ],
     ids=["LSTM", "GRU", "mean", "BatchNorm"],
 )
+@pytest.mark.slow
 def test_a_trunk_that_mixes_the_rows_of_a_batch_is_refused(trunk: Callable[[], nn.Module]) -> None:
     """torch takes [B, features] for one sequence: each environment would remember what the one before it saw."""
     with pytest.raises(PalaError, match=r"depends on the others of its batch, so the environments would mix"):
@@ -336,6 +339,7 @@ def test_a_state_that_mixes_rows_is_refused() -> None:
     ],
     ids=["dropout", "noise", "LSTM over an observation"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_trunk_that_keeps_rows_apart_is_taken(trunk: Callable[[], nn.Module]) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -364,6 +368,9 @@ def config_of(folder: Path, memory: str, steps: int) -> Config:
         a2c=A2CConfig(rollout_steps=20, learning_rate=2e-3), evaluation=EvaluationConfig(episodes=200),
         run=RunConfig(dir=str(folder), name=memory, console="none", threads=1, tensorboard=False),
     )  # fmt: skip
+
+
+OF_ONE_RUN = pytest.mark.xdist_group("recurrent run")  # it is trained once for all of them
 
 
 @pytest.fixture(scope="module")
@@ -396,6 +403,7 @@ def played(policy: Any, act: Callable[[np.ndarray], Any], episodes: int = 20) ->
 
 
 @pytest.mark.slow
+@OF_ONE_RUN
 def test_a_loaded_policy_remembers_until_it_is_reset(run: Path) -> None:
     policy = pala.load_policy(run)
     assert played(policy, lambda observation: policy.act(observation, greedy=True)) > 0.8
@@ -408,6 +416,7 @@ def test_a_loaded_policy_remembers_until_it_is_reset(run: Path) -> None:
 
 
 @pytest.mark.slow
+@OF_ONE_RUN
 def test_states_go_in_and_out(run: Path) -> None:
     policy = pala.load_policy(run)
     assert policy.state is None
@@ -437,6 +446,7 @@ def test_states_go_in_and_out(run: Path) -> None:
 
 
 @pytest.mark.slow
+@OF_ONE_RUN
 def test_an_export_takes_and_gives_the_state(run: Path, tmp_path: Path) -> None:
     policy = pala.load_policy(run)
     policy.export(tmp_path / "policy.pt2", action_masks=True)
@@ -452,6 +462,7 @@ def test_an_export_takes_and_gives_the_state(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gossip", "allreduce"])
+@pytest.mark.slow
 def test_ranks_exchange_a_memory_as_all_else(tmp_path: Path, kind: str) -> None:
     config = memory_jobs.configure(tmp_path, kind, steps=400)
     job = memory_jobs.train(2, replace(config, network=replace(config.network, memory="gru")))

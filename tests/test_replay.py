@@ -82,6 +82,7 @@ def play(game: Game, history: History, ends: list[str]) -> None:
 
 
 @pytest.mark.parametrize("frame_stack", [255, 256, 257])
+@pytest.mark.slow
 def test_stacks_may_be_longer_than_a_byte_counts(frame_stack):
     game, history = planted(1, 300, frame_stack)
     for _ in range(290):
@@ -182,6 +183,7 @@ def atari(game: str, **settings: object) -> Iterator[tuple[np.ndarray, Step]]:
         ),
     ],
 )
+@pytest.mark.slow
 def test_rebuilt_stacks_are_what_the_emulators_gave(game, settings, steps, ends):
     config = EnvConfig(**settings)
     space = Box(0, 255, (config.frame_stack, 84, 84), np.uint8)
@@ -224,6 +226,7 @@ def test_a_capacity_that_cannot_be_is_one_sentence(capacity, words):
 
 @pytest.mark.parametrize("steps", [0, 5, 30])
 @pytest.mark.parametrize("kind", [FRAMES, VECTORS])
+@pytest.mark.slow
 def test_a_memory_goes_on_after_it_was_saved(tmp_path, steps, kind, monkeypatch):
     """A file in many small pieces; the games after it are new ones, also when the ring was full and is overwritten."""
     monkeypatch.setattr("pala.gorila.replay._SLAB_BYTES", 50)
@@ -267,6 +270,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
+@pytest.mark.slow
 def test_a_damaged_file_is_refused_and_leaves_an_empty_memory(saved, tmp_path, data):
     whole = saved.read_bytes()
     at = data.draw(st.integers(0, len(whole) - 1))

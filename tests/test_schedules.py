@@ -67,6 +67,16 @@ from support import REPOSITORY
 from support.helpers import slow_among, slow_but_for, wait_for
 from support.mpi import assert_all_end, processes_in
 
+pytestmark = pytest.mark.often(
+    "test_poison_is_refused",
+    "test_a_bug_planted_in_the_driver_is_found",
+    "test_what_the_dead_have_sent_comes_before_a_rank_that_was_away_has_mixed",
+    "test_a_scenario_replays_from_its_seed",
+    "test_who_left_as_training_ends_trains_no_more",
+    "test_one_rank_alone_never_waits",
+    "test_stopped_peers_that_hold_all_snapshots_hold_up_nobody",
+)
+
 SIZES = [1, 2, 3, 5, 8, 13]
 reproducible = settings(derandomize=True, deadline=None, max_examples=30)
 
@@ -100,7 +110,6 @@ def scenarios(draw, updates: int = 20, speeds: bool = True, mixings=ALL_MIXINGS,
     return Scenario(size, **NETWORKS[draw(st.sampled_from(list(NETWORKS)))] | choices | fixed)
 
 
-@pytest.mark.slow
 @settings(reproducible, max_examples=80)
 @given(scenarios(again_s=1e6))
 def test_any_schedule_ends_without_help_from_sending_again(scenario: Scenario) -> None:
@@ -188,7 +197,6 @@ def test_when_ranks_die_the_living_meet_the_budget(scenario: Scenario, data: st.
     check(dataclasses.replace(scenario, deaths=deaths, death_loss=loss))
 
 
-@pytest.mark.slow
 @settings(reproducible, max_examples=80)
 @given(scenarios(updates=25, sizes=SIZES[2:]), st.data())
 def test_spares_take_the_places_of_ranks_that_die(scenario: Scenario, data: st.DataObject) -> None:
@@ -205,7 +213,6 @@ def test_spares_take_the_places_of_ranks_that_die(scenario: Scenario, data: st.D
     check(dataclasses.replace(scenario, spares=spares, wake_up_s=wake_up_s, **faults))
 
 
-@pytest.mark.slow
 @settings(reproducible, max_examples=50)
 @given(scenarios(updates=30, sizes=SIZES[1:], speeds=False, pause_probability=0.0, **ORDINARY), st.data())
 def test_poison_is_never_mixed_and_a_poisoned_rank_heals(scenario: Scenario, data: st.DataObject) -> None:

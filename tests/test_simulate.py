@@ -54,6 +54,7 @@ def test_the_same_from_the_same_seed(method: str) -> None:
     assert METHODS[method](cluster, COSTS) == METHODS[method](cluster, COSTS)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_run() -> None:
     cluster = Cluster(5, ranks_per_host=2)
     assert predict_gossip(cluster, COSTS, "random", 1) != predict_gossip(cluster, COSTS, "random", 2)
@@ -61,6 +62,7 @@ def test_another_seed_gives_another_run() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", [2, 9])
+@pytest.mark.slow
 def test_where_nothing_costs_anything_nothing_is_lost(method: str, ranks: int) -> None:
     cluster = Cluster(ranks, ranks_per_host=4, **INFINITE)
     prediction = METHODS[method](cluster, FREE)
@@ -228,6 +230,7 @@ def test_a_group_waits_for_its_slowest_and_sends_for_all() -> None:
     assert together.bytes_per_s < 0.3 * alone.bytes_per_s
 
 
+@pytest.mark.slow
 def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, output = tmp_path / "benchmark.json.gz", tmp_path / "out"
     file.write_bytes(gzip.compress(json.dumps(measured(host="h")).encode()))  # as in results/
@@ -296,6 +299,7 @@ def test_a_mistake_is_one_sentence(
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_not_waited_for_longer_than_the_patience() -> None:
     cluster = Cluster(2, straggler=200.0, **INFINITE)
     in_step = replace(FREE, max_staleness=0)

@@ -23,6 +23,14 @@ from pala.lab.simulate.learn import METHODS, Conditions, Learned, learn, parse
 from pala.system.errors import PalaError
 from support.helpers import slow_but_for
 
+pytestmark = pytest.mark.often(
+    "test_what_tune_cannot_try_is_refused",
+    "test_of_two_options_the_one_that_there_is_not_is_named",
+    "test_without_an_episodes_end_tune_says_what_to_raise",
+    "test_a_preset_of_another_exchange_is_simulated_with_the_methods",
+    "test_progress_says_what_each_rule_keeps",
+)
+
 CONFIG = Config(
     total_steps=1200, seed=3, env=EnvConfig(id="CartPole-v1", num_envs=4), network=NetworkConfig(mlp_hidden=(8,))
 )
@@ -102,7 +110,6 @@ def test_time_ends_with_training() -> None:
     assert learned.time_updates < 1.2 * max(learned.updates)
 
 
-@pytest.mark.slow
 def test_gossip_does_not_wait_for_a_slow_rank() -> None:
     slow = learn("paired", CONFIG, Conditions(ranks=3, slow_ranks=1))
     assert slow.updates[0] < 0.5 * slow.updates[1]
@@ -115,7 +122,6 @@ def test_a_curve_has_the_mean_return_of_each_interval() -> None:
     assert learned.mean_height(100) == pytest.approx((9 * 1 + 30 * 3 + 11 * 5) / 50)
 
 
-@pytest.mark.slow
 def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--ranks", "2", "--seeds", "1", "2", "--methods", "paired", "allreduce"]
     arguments += ["--total-steps", "1000", "--env.num-envs", "2"]
@@ -129,7 +135,6 @@ def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, caps
     assert all(training["episodes"] for training in kept["trainings"])
 
 
-@pytest.mark.slow
 def test_what_was_trained_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plays = program.learn
 
@@ -234,7 +239,6 @@ def test_what_tune_cannot_try_is_refused(arguments: list[str], words: str) -> No
         tune.parse(arguments)
 
 
-@pytest.mark.slow
 def test_tune_as_a_user_starts_it() -> None:
     command = [sys.executable, "-m", "pala", "tune", "CartPole-v1", "--ranks", "2", "--rates", "1e-3", "--seeds", "1"]
     done = subprocess.run([*command, "--total-steps", "2000"], capture_output=True, text=True)

@@ -69,6 +69,7 @@ def test_a_slow_environment_is_named_and_threads_that_are_not_taken(
     assert ("OMP_NUM_THREADS is 7, but the ranks share out the cores" in done.stderr) == says
 
 
+@pytest.mark.slow
 def test_open_mpi_finds_its_own_words(tmp_path: Path) -> None:
     """A rank alone said "Sorry!" at each abort."""
     code = "from pala.comm.mpi_process import start_mpi; start_mpi().mpi.Abort(3)"
@@ -77,6 +78,7 @@ def test_open_mpi_finds_its_own_words(tmp_path: Path) -> None:
     assert done.returncode == 3 and "Sorry" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_abort_that_returns_shows_no_traceback(tmp_path: Path) -> None:
     """As MPICH's did before its launcher killed the rank."""
     code = """if True:
@@ -94,6 +96,7 @@ def test_an_abort_that_returns_shows_no_traceback(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "pala: error: The disk is full.\n")
 
 
+@pytest.mark.slow
 def test_a_rank_without_home_starts(tmp_path: Path) -> None:
     """As a service of systemd's: Open MPI ended the process."""
     code = "from pala.comm.mpi_process import start_mpi; print(start_mpi().size)"
@@ -104,6 +107,7 @@ def test_a_rank_without_home_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["pala.train", "pala.plot", "pala.doctor", "pala train -n 2"])
+@pytest.mark.slow
 def test_a_deleted_folder_is_named(module: str, tmp_path: Path) -> None:
     """Some programs showed a traceback, others `No such file or directory`."""
     (tmp_path / "gone").mkdir()

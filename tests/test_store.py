@@ -49,6 +49,7 @@ moves = st.lists(
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(moves, st.integers(0, 40), st.integers(1, 10))
+@pytest.mark.slow
 def test_a_minibatch_for_each_period_of_steps(moves, min_steps, period):
     """Never more, never fewer while somebody waits, and in the order of asking."""
     store = make_store((4, 7, 9), min_steps=min_steps, update_period_steps=period)
@@ -74,6 +75,7 @@ def test_a_minibatch_for_each_period_of_steps(moves, min_steps, period):
             assert store.owed == paid - served
 
 
+@pytest.mark.slow
 def test_nothing_is_served_before_enough_is_there_and_then_without_drift():
     store = make_store(min_steps=100, update_period_steps=7, capacity_steps=30)  # overwritten ones count as well
     for learner in range(5000):

@@ -157,6 +157,7 @@ def test_runs_stand_beside_the_published_scores(tmp_path: Path) -> None:
     assert runs == [("c", "1", "4", "1.7"), ("a", "1", "4", "6.300000000000001"), ("b", "2", "4", "12.3")]
 
 
+@pytest.mark.slow
 def test_the_whole_suite_needs_no_second_mean(tmp_path: Path) -> None:
     """A player as good as the human in every game."""
     for rom, row in PUBLISHED.items():
@@ -177,6 +178,7 @@ def test_the_whole_suite_needs_no_second_mean(tmp_path: Path) -> None:
         ("pong", {"score": None}, "has no evaluation of its final policy"),
     ],
 )
+@pytest.mark.slow
 def test_what_does_not_count_is_told(rom: str, facts: dict[str, Any], why: str, tmp_path: Path) -> None:
     odd, counting = tmp_path / "odd", tmp_path / "counting"
     make_run(odd, rom, **{"score": 5.0} | facts)

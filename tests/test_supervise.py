@@ -36,6 +36,19 @@ from support.helpers import CARTPOLE, record_of, wait_for, write_paced
 from support.mpi import Job, Launcher, assert_all_end, fake_mpirun, processes_in, ranks_in
 from virtual_hosts import VirtualHosts
 
+pytestmark = pytest.mark.often(
+    "test_two_restarts_without_progress_are_enough",
+    "test_a_run_is_resumed_until_its_record_says_that_it_is_complete",
+    "test_an_earlier_completion_is_not_this_ones",
+    "test_what_ranks_say_is_read_although_it_cannot_be_written",
+    "test_a_host_that_does_not_start_a_process_is_left_out",
+    "test_hosts_are_read_from_the_line_or_a_file",
+    "test_a_number_that_cannot_be_is_told_alone",
+    "test_a_launcher_that_ignores_signals_is_killed_with_the_programs_that_it_uses",
+    "test_of_many_supervisors_one_at_a_time_has_a_run",
+    "test_ranks_that_do_not_come_up_are_named",
+)
+
 SUPERVISE = ["-m", "pala.supervise"]
 OFTEN = ["--run.name", "r", "--run.checkpoint-interval-s", "0.3"]
 
@@ -175,7 +188,6 @@ def test_after_a_signal_in_the_evaluation_a_job_that_goes_on_later_is_not_done(
     assert ("is complete, but for its evaluation: try" in said) == (status == 0)
 
 
-@pytest.mark.slow
 def test_a_supervisor_that_was_started_several_times_says_so(there: Path) -> None:
     """As by srun, where each task would start all ranks."""
     for rank, says in ((0, True), (1, False)):
@@ -893,12 +905,12 @@ def tidy(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
 def test_a_job_whose_rank_or_mpirun_is_killed_is_resumed_to_completion(mpi: Launcher, tmp_path: Path) -> None:
     """First ranks, then mpirun, whose ranks may outlive it: they are waited for, so that no job is beside another."""
-    run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.002)
-    options = [*CARTPOLE, "--env.id", "Paced-v0", *OFTEN, "--total-steps", "100000"]
+    run, paced = tmp_path / "runs" / "r", write_paced(tmp_path, step_s=0.01)
+    # Until it is free, training takes 100 s.
+    options = [*CARTPOLE, "--env.id", "Paced-v0", *OFTEN, "--total-steps", "20000"]
     job = start(mpi, "-n", "2", *options, cwd=tmp_path, env=paced | {"TMPDIR": str(tmp_path)})
     wait_for_checkpoints(job, run)
     victims = ranks_in(tmp_path)
@@ -920,7 +932,6 @@ def test_a_job_whose_rank_or_mpirun_is_killed_is_resumed_to_completion(mpi: Laun
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
 def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
     """Once: the restart finds it mended. (When a rank exits, mpirun sometimes ends the job by itself.)"""
@@ -932,12 +943,12 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
         "    time.sleep(3)\n    os.kill(os.getpid(), 9)\n"
     )
     environment = {"PYTHONPATH": f"{tmp_path / 'broken'}:{REPOSITORY}"}
-    options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "40"]
+    options = [*CARTPOLE, *OFTEN, "--total-steps", "2000", "--run.start-timeout-s", "15"]
     job = start(any_mpi, "-n", "2", *options, cwd=tmp_path, env=environment)
     job.wait()
     assert job.status == 0 and re.search(r"is complete after \d restart", job.output), job.output
     # Rank 0, too, may be slow.
-    said = r"after 40 s \('run.start_timeout_s'\) (rank 1|ranks 0, 1) did not begin; the job is ended"
+    said = r"after 15 s \('run.start_timeout_s'\) (rank 1|ranks 0, 1) did not begin; the job is ended"
     assert re.search(said, job.output), job.output
     assert "pala-announcement" not in job.output
 
@@ -960,7 +971,6 @@ def test_any_signal_is_passed_on_as_usr1(number: int, there: Path) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
 def test_a_scheduler_signals_every_process(any_mpi: Launcher, tmp_path: Path) -> None:
     """As Slurm does, here twice. Ranks still have the time to finish a step, longer than Open MPI's 0.2 s, and save."""
@@ -979,7 +989,6 @@ def test_a_scheduler_signals_every_process(any_mpi: Launcher, tmp_path: Path) ->
 
 
 @pytest.mark.mpi
-@pytest.mark.slow
 @pytest.mark.usefixtures("tidy")
 def test_a_users_mistake_is_not_restarted(mpi: Launcher, tmp_path: Path) -> None:
     job = start(mpi, "-n", "2", "--env.id", "CratPole-v1", cwd=tmp_path).wait()
@@ -990,7 +999,6 @@ def test_a_users_mistake_is_not_restarted(mpi: Launcher, tmp_path: Path) -> None
     assert "'--mpirun nowhere/mpirun' cannot be run: No such file" in job.output
 
 
-@pytest.mark.slow
 def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
     command = [sys.executable, *SUPERVISE, "--mpirun", "false", "--pause-s", "60", "--restarts", "1"]
     job = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
@@ -1004,7 +1012,6 @@ def test_a_signal_in_a_pause_ends_it(tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.usefixtures("tidy")
-@pytest.mark.slow
 def test_a_lost_host_is_left_out(possible: Launcher, tmp_path: Path) -> None:
     """A host that is cut off trains on by itself, until Open MPI misses it, here soon, and ends the job on both sides.
     Of one that is killed `test_hosts.py` shows that the job ends; from there on all is alike.

@@ -312,6 +312,7 @@ main()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.slow
 def test_a_program_that_is_told_to_end_leaves_no_unfinished_file(number: signal.Signals, tmp_path: Path) -> None:
     """Also if it is told again while it cleans up, or the signal comes in the user's code."""
     words = [sys.executable, "-c", ENDED.format(number=int(number))]
@@ -371,6 +372,7 @@ def test_prepare_sizes_thread_pools_before_they_load_and_initialises_nothing():
 @pytest.mark.parametrize(
     "program", [["-m", "pala", "evaluate", "/nonexistent"], ["-m", "pala.supervise", "--host", "?"]]
 )
+@pytest.mark.slow
 def test_a_mistake_has_its_status_though_nobody_can_hear_of_it(program: list[str], closed: str, tmp_path: Path) -> None:
     """Without standard error `sys.stderr` is None, and the next file that is opened gets its number."""
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, *program]
@@ -378,6 +380,7 @@ def test_a_mistake_has_its_status_though_nobody_can_hear_of_it(program: list[str
     assert done.returncode == 2
 
 
+@pytest.mark.slow
 def test_streams_that_are_closed_are_opened_to_nowhere(tmp_path: Path) -> None:
     """Each under its own number, which children inherit."""
     code = """
@@ -423,6 +426,7 @@ def test_derived_seeds_are_int32_and_unlike():
 
 
 @pytest.mark.parametrize("output", ["/dev/full", "a closed pipe"])
+@pytest.mark.slow
 def test_what_cannot_be_told_is_no_reason_to_fail(output: str, tmp_path: Path) -> None:
     code = "from pala.system.output import print_result; print_result('x' * 9999); print_result('y'); open('done', 'w')"
     if output == "/dev/full":

@@ -39,6 +39,7 @@ def test_every_rank_receives_as_many_as_it_sends(topology: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 13, 16])
+@pytest.mark.slow
 def test_random_peers_are_uniform_and_all_ranks_agree(n: int) -> None:
     num_rounds = 4000
     offsets = [(TOPOLOGIES["random"].out_peers(0, range(n), r, seed=3)[0]) % n for r in range(num_rounds)]
@@ -95,6 +96,7 @@ def test_complete_gives_the_exact_mean_in_one_round(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [3, 5, 8, 16])
+@pytest.mark.slow
 def test_random_halves_the_variance_in_expectation(n: int) -> None:
     """A cyclic shift by d has the Fourier modes as eigenvectors: (I + P_d)/2 multiplies mode k by (1 + w^kd)/2.
 

@@ -35,6 +35,15 @@ from support.helpers import CARTPOLE, slow_but_for
 from support.memory_jobs import configure, gorila, leave_at, slow_until_joined, stop_when, train, with_spares
 from support.standing_ranks import StandingRanks
 
+pytestmark = pytest.mark.often(
+    "test_a_message_that_is_refused_is_marked",
+    "test_gossip_in_a_loop_of_ones_own_records_into_a_folder",
+    "test_the_newest_events_are_kept_when_there_are_too_many",
+    "test_all_ranks_or_none_record",
+    "test_a_file_that_is_no_timeline_is_named",
+    "test_a_folder_without_a_timeline_is_told",
+)
+
 Event = dict[str, Any]
 FACTS = {"format": 1, "rank": 0, "host": "here", "offset_s": 0.0, "error_s": 0.0, "clock_s": 5.0, "unix_s": 1e9}
 
@@ -151,7 +160,6 @@ def test_a_death_is_marked(tmp_path: Path) -> None:
     assert marks_of(timeline, tmp_path) == {("death of rank 2", 0), ("death of rank 2", 1)}
 
 
-@pytest.mark.slow
 def test_a_spare_that_takes_a_place_has_one_by_the_time_of_day(tmp_path: Path) -> None:
     config = with_spares(tmp_path, spares=1)
     stop = stop_when(1, 2, updates=20, also=slow_until_joined(2))

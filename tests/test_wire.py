@@ -170,10 +170,12 @@ def test_truncated_and_oversized_messages_are_refused() -> None:
 @example(b"PALA")
 @example(bytes(1000))
 @example(b"\xff" * 1000)
+@pytest.mark.slow
 def test_any_bytes_give_a_message_or_a_refusal(data: bytes) -> None:
     assert isinstance(wire().decode(np.frombuffer(data, np.uint8)), Refusal)
 
 
+@pytest.mark.slow
 def test_any_damage_to_a_message_gives_a_message_or_a_refusal() -> None:
     random = np.random.default_rng(0)
     whole = [encoded(message(kind, weight=0.25)) for kind in GOSSIPED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -117,3 +118,44 @@ class Hanging(Counted):
 class Raising(Counted):
     def how(self):
         raise ConnectionError("the simulator is gone")
+
+
+class RaisesFirst(Plain):
+    def reset(self, *, seed=None, options=None):
+        raise ValueError("level file not found.")
+
+
+class DiesFirst(Plain):
+    def reset(self, *, seed=None, options=None):
+        os._exit(3)
+
+
+class NotFiniteFirst(Plain):
+    def look(self):
+        return np.full(2, np.nan, np.float32)
+
+
+class StepsWrongly(Plain):
+    def step(self, action):
+        raise ValueError("level file not found.")
+
+
+class DiesInAStep(Plain):
+    def step(self, action):
+        os._exit(3)
+
+
+class IsCancelled(Plain):
+    def step(self, action):
+        raise asyncio.CancelledError
+
+
+class OfFour(Plain):
+    """Of Gym before 0.26, with a wrapper of Gymnasium's around it."""
+
+    def step(self, action):
+        return super().step(action)[1:]
+
+
+def exits_at_once() -> None:
+    raise SystemExit("no licence")

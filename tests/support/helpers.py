@@ -14,7 +14,7 @@ import pytest
 from support import REPOSITORY
 
 CARTPOLE = [
-    "--env.id", "CartPole-v1", "--env.num-envs", "4", "--evaluation.episodes", "0", "--run.log-interval-s", "0.5",
+    "--env.id", "CartPole-v1", "--env.num-envs", "4", "--evaluation.episodes", "0", "--run.log-interval-s", "0.2",
     "--run.no-tensorboard",
 ]  # fmt: skip
 

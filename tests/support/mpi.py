@@ -164,12 +164,11 @@ def assert_all_end(folder: Path, who: str = "all ranks") -> None:
 
 def processes_in(folder: Path) -> list[int]:
     """Processes whose working directory is this folder: after its job has ended, orphans."""
-    found = []
+    found, at = [], folder.resolve()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                if (entry / "cwd").readlink() == folder.resolve() and state != "Z":
+                if (entry / "cwd").readlink() == at and stat_of(int(entry.name))[0] != "Z":
                     found.append(int(entry.name))
             except OSError:
                 continue

@@ -35,7 +35,7 @@ def local_steps(run: Path) -> list[int]:
 
 
 def longest_gap_s(run: Path, rank: int) -> float:
-    """Between two records of a rank, which makes one every half second unless it waits."""
+    """Between two records of a rank, which makes one five times a second unless it waits."""
     times = [record["time_s"] for record in intervals(run, rank)]
     return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
