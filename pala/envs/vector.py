@@ -84,7 +84,7 @@ class Envs:
     action_masks: np.ndarray | None = None
     """Masks of the actions that each environment allows next, bool [B, A] (`masks.py`); None: it gives none."""
     overlooked_masks = ""
-    """What the environment that was tried out has in the place of masks (`MaskReader.overlooked`); empty: nothing."""
+    """Name of what the environment has in the place of masks (`MaskReader.overlooked`); empty: nothing."""
     num_failures = 0
     """Failures of environments so far."""
     sender = ""
