@@ -149,7 +149,7 @@ class Gossip:
             self._is_mpi = self._comm is not None and rank_of_thread.get() is None
         if self._comm is not None and self._comm.interrupt is not None:
             self._interrupt = self._comm.interrupt
-        elif self._comm is None or self.rank == 0:
+        elif self._comm is None or self._comm.rank == 0:
             note_on_thread("leave the loop")
         try:
             with self._stack:

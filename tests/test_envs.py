@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 
 import ale_py
@@ -339,6 +341,30 @@ def test_environments_are_closed_if_a_later_one_cannot_be_made():
     with pytest.raises(PalaError, match="no licence"):
         make_envs(EnvConfig(num_envs=3), make_env=make)
     assert closed == made and len(made) == 2
+
+
+@pytest.mark.slow
+def test_threads_that_start_processes_at_once_leave_the_variables_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one kept what the other had set, and every later Python program of this process heeded it."""
+    start, has_begun = BaseProcess.start, threading.Event()
+
+    def slow(process: BaseProcess) -> None:
+        has_begun.set()
+        time.sleep(0.2)
+        start(process)
+
+    def make_one() -> None:
+        with make_envs(EnvConfig("CartPole-v1", num_envs=1, vectorization="async")):
+            pass
+
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(BaseProcess, "start", slow)
+    first = threading.Thread(target=make_one)
+    first.start()
+    assert has_begun.wait(60)
+    make_one()
+    first.join()
+    assert "PYTHONSAFEPATH" not in os.environ
 
 
 def _keeps_its_handlers() -> None:

@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ from pala.system.output import log
 _ANSWER_S = 300.0  # what an environment may take to be made, for a reset or for a step
 _PATIENCE_S = 3.0  # with all processes that are to end after a failure
 _SAFE_PATH = "PYTHONSAFEPATH"  # environment variable, from Python 3.11 on
+_starting = threading.Lock()  # the variables of the whole process are other ones meanwhile: one thread at a time
 
 
 class _LostError(Exception):
@@ -231,16 +233,17 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         """Start the process of one environment, in place of the one before."""
         here, there = self._context.Pipe()
         _limit_waits(here, _ANSWER_S)
-        arguments = (self._packed, self._in_a_row[index], index, there, self._memory, os.environ.get(_SAFE_PATH))
-        name = f"Worker<EnvProcesses>-{index}"
-        process = self._context.Process(target=_work, args=arguments, name=name, daemon=True)
-        if index < len(self.processes):
-            self.processes[index], self.pipes[index] = process, here
-        else:
-            self.processes.append(process)
-            self.pipes.append(here)
-        with _safe_path(), clear_mpi_env_vars():
-            process.start()
+        with _starting:
+            arguments = (self._packed, self._in_a_row[index], index, there, self._memory, os.environ.get(_SAFE_PATH))
+            name = f"Worker<EnvProcesses>-{index}"
+            process = self._context.Process(target=_work, args=arguments, name=name, daemon=True)
+            if index < len(self.processes):
+                self.processes[index], self.pipes[index] = process, here
+            else:
+                self.processes.append(process)
+                self.pipes.append(here)
+            with _safe_path(), clear_mpi_env_vars():
+                process.start()
         there.close()
 
     def _ask(self, index: int, question: tuple[str, Any]) -> None:
