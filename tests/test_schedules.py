@@ -426,6 +426,11 @@ def test_the_job_ends_where_the_usable_models_leave_in_the_same_moment(number: i
     assert [rank.number for rank in cluster.living if rank.state.has_left and rank.state.has_model]
 
 
+def test_questions_of_a_rank_that_leaves_leave_no_credit_out() -> None:
+    """Eight of them were on the way to a peer, so the reply to its offer was not sent, and its process lock stayed."""
+    check(schedule(1_045_975))
+
+
 def test_a_failure_says_how_to_see_it_again() -> None:
     failure = try_all(range(0, 200, 2), protocol=KeepsTheWeightItSends).failure
     assert failure is not None

@@ -54,6 +54,7 @@ from pala.system.trace import Trace
 _SNAPSHOTS = 2  # that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
 _MOST_REPLIES = 8  # to one peer that have not left
+_ASKED_AGAIN = (Kind.WISH, Kind.STAY)  # of these one to a peer that has not left is enough
 MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
@@ -177,7 +178,7 @@ class GossipDriver(Receiver):
         self._num_asked = 0  # times that a mix could have been measured
         self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
         self.offers: dict[int, Snapshot] = {}  # open ones, by the peer that is to answer
-        self._replies: list[tuple[int, Packet]] = []  # and to whom; some may not have left
+        self._replies: list[tuple[int, int | None, Packet]] = []  # to whom, which; some may not have left
         self._reported: set[int] = set()
 
     # ---- the learner's thread ------------------------------------------------------------------------------------
@@ -367,16 +368,20 @@ class GossipDriver(Receiver):
 
     def _send_control(self, action: SendControl) -> None:
         """Send a message, but keep at most 8 unsent replies for each peer: a peer that receives nothing, but continues
-        to send what has to be rejected, must not fill this rank's memory."""
+        to send what has to be rejected, must not fill this rank's memory. Of ranks that leave, questions and replies
+        count apart: they are many on a slow link, and a credit that is left out keeps a process lock for ever."""
         begin_s, packet = time.perf_counter(), self.models.control(action.message)
-        if action.message.kind not in NEWS:
-            self._replies = [reply for reply in self._replies if reply[1].pending]
-            if sum(peer == action.peer for peer, _ in self._replies) >= _MOST_REPLIES:
+        kind = action.message.kind
+        if kind not in NEWS:
+            again = kind if kind in _ASKED_AGAIN else None
+            self._replies = [reply for reply in self._replies if reply[2].pending]
+            unsent = sum((peer, of) == (action.peer, again) for peer, of, _ in self._replies)
+            if unsent >= (_MOST_REPLIES if again is None else 1):
                 return
-            self._replies.append((action.peer, packet))
+            self._replies.append((action.peer, again, packet))
         self.transport.send(action.peer, packet)
         if self.trace is not None:
-            self.trace.sent(action.message.kind.name, action.peer, action.message.round, len(packet.data), begin_s)
+            self.trace.sent(kind.name, action.peer, action.message.round, len(packet.data), begin_s)
 
     def _takes_nothing(self, peer: int) -> bool:
         """Return whether the models under way to this peer are too many for it to have received the last: its messages,
