@@ -626,6 +626,8 @@ def test_tensorboard_forgets_what_was_lost(run, begin, kept):
         for step in steps:
             board.add(view, step)
         board.close()
+        # Readers go by the files' names, which within one second end in a counter: "10" comes before "9".
+        time.sleep(1.0)
     events = EventAccumulator(str(run / "tensorboard")).Reload().Scalars("loss/policy")
     assert [event.step for event in events] == [*kept, 2500, 3500]
 
