@@ -3,12 +3,14 @@
     python results/library/bench.py --plan short --minutes 8
     python results/library/bench.py --plan long --minutes 90
     python results/library/bench.py --plan exchange --before CHECKOUT --minutes 7.5
+    python results/library/bench.py --plan gpu --minutes 2
 
 Appends a JSON line a job to bench.jsonl, beside this file; of the plan `exchange` to
-exchange.jsonl. Rounds are interleaved: `none`, `gossip` and `ddp` of a case
-run one after the other, and the plan is passed over again and again. A call that is broken off, or has no minutes left,
-is continued by the next one. Needs Open MPI. Cases at a limited rate need root as well (`launch/virtual_hosts.py`), and
-are left out without it.
+exchange.jsonl, of the plan `gpu`, whose ranks share one GPU, to gpu.jsonl. Rounds
+are interleaved: `none`, `gossip` and `ddp` of a case run one after the other, and
+the plan is passed over again and again. A call that is broken off, or has no minutes
+left, is continued by the next one. Needs Open MPI. Cases at a limited rate need root
+as well (`launch/virtual_hosts.py`), and are left out without it.
 
 An update is a backward pass over ten layers that *sleeps* 50 ms in all, 5 ms a layer, and SGD's step. It sleeps because
 ranks that compute would compete for two cores and measure those. `ddp` may send a layer's gradient while the next
@@ -44,6 +46,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "launch")]
 
 COMPUTE_S, LAYERS, WARM_UP = 0.05, 10, 5
 RATES = {"host": None, "1gbit": 1e9, "100mbit": 1e8}  # bits a second of each host's link
+FILES = {"exchange": "exchange.jsonl", "gpu": "gpu.jsonl"}  # where a plan's lines go
 SPAN_S = 4.0  # the updates of a job take about so long, where at least 6 fit in
 LIMIT_S = 400.0  # a job that has not ended by then hangs, and is killed
 
@@ -59,6 +62,7 @@ class Case:
     fault: str = "none"  # slow, killed
     every: int = 1  # of `pala.Gossip`, as is
     compression: str = "none"
+    device: str = "cpu"
 
     @property
     def updates(self) -> int:
@@ -79,6 +83,12 @@ def cases_of(plan: str) -> Iterator[Case]:
             yield from (Case(library, 10 * million, ranks) for library in ("none", "gossip", "before"))
             yield from (Case("gossip", 10 * million, ranks, every=every) for every in (2, 4, 8))
             yield from (Case("gossip", 10 * million, ranks, every=e, compression="bfloat16") for e in (1, 4))
+        return
+    if plan == "gpu":
+        for device in ("cuda", "cpu"):
+            for ranks in (2, 4):
+                yield from (Case(library, 10 * million, ranks, device=device) for library in ("none", "gossip", "ddp"))
+                yield Case("gossip", 10 * million, ranks, every=4, device=device)
         return
     if plan == "tiny":
         yield from of_all(million, 2)
@@ -118,8 +128,8 @@ def of_all(parameters: int, ranks: int, network: str = "host") -> Iterator[Case]
 # ---- a rank ----------------------------------------------------------------------------------------------------------
 
 
-def make_model(parameters: int, compute_s: float) -> Any:
-    """A model of ten layers whose backward pass sleeps for `compute_s` and then has a gradient at once."""
+def make_model(parameters: int, compute_s: float, device: str) -> Any:
+    """A model of ten layers on a device, whose backward pass sleeps for `compute_s` and then has a gradient at once."""
     import torch
     from torch import nn
 
@@ -139,14 +149,14 @@ def make_model(parameters: int, compute_s: float) -> Any:
             super().__init__()
             size = parameters // LAYERS
             self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for _ in range(LAYERS)])
-            self.gradient = torch.full((size,), 1e-3)  # no buffer: it does not travel
+            self.gradient = torch.full((size,), 1e-3, device=device)  # no buffer: it does not travel
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for weight in self.layers:
                 x = Sleep.apply(x, weight, self.gradient)
             return x
 
-    return Model()
+    return Model().to(device)
 
 
 def run_rank(case: Case, master: str, folder: Path, before: Path | None = None) -> None:
@@ -156,14 +166,14 @@ def run_rank(case: Case, master: str, folder: Path, before: Path | None = None) 
     torch.set_num_threads(1)
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     is_last = rank == case.ranks - 1
-    model = make_model(case.parameters, COMPUTE_S * (4 if case.fault == "slow" and is_last else 1))
+    model = make_model(case.parameters, COMPUTE_S * (4 if case.fault == "slow" and is_last else 1), case.device)
     took, ended = list[float](), "all updates"
     cpu_s, mixes = [0.0, 0.0], 0  # processor time when the warm-up was done, and by now
 
     def updates(module: Any, exchange: Callable[[], None]) -> Iterator[None]:
         """Make an update each time that the next one is asked for."""
         optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-        x, made = torch.zeros((), requires_grad=True), 0
+        x, made = torch.zeros((), device=case.device, requires_grad=True), 0
         while True:
             if case.fault == "killed" and is_last and made == case.updates // 3:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -172,6 +182,8 @@ def run_rank(case: Case, master: str, folder: Path, before: Path | None = None) 
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
             exchange()
+            if case.device == "cuda":
+                torch.cuda.synchronize()  # an update is over when its work is
             made += 1
             took.append(time.perf_counter() - begin)
             cpu_s[len(took) > WARM_UP] = time.process_time()
@@ -301,7 +313,7 @@ def facts() -> dict[str, Any]:
 def main() -> None:
     """Run what is not in the file yet, pass by pass, until the minutes are over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", choices=["tiny", "short", "long", "exchange"], default="short")
+    parser.add_argument("--plan", choices=["tiny", "short", "long", "exchange", "gpu"], default="short")
     parser.add_argument("--minutes", type=float, default=8.0, help="no job begins after that")
     parser.add_argument("--passes", type=int, default=10, help="over the plan, at most")
     parser.add_argument("--output", type=Path, help="a file beside this one if not given")
@@ -321,7 +333,7 @@ def main() -> None:
         print(f"Cases at a limited rate are left out: {reason}")
     cases = [case for case in cases_of(options.plan) if case.network == "host" or reason is None]
     cases = [case for case in cases if case.library != "before" or options.before is not None]
-    output = options.output or HERE / ("exchange.jsonl" if options.plan == "exchange" else "bench.jsonl")
+    output = options.output or HERE / FILES.get(options.plan, "bench.jsonl")
     lines = output.read_text().splitlines() if output.exists() else []
     done = {(Case(**line["case"]), line["round"]) for line in map(json.loads, lines)}
     made_by = facts()
