@@ -97,7 +97,7 @@ def test_a_run_goes_on_on_another_device(devices: tuple[str, str], any_mpi: Laun
 def parameters_after(device: str, passes: str, updates: int = 3) -> torch.Tensor:
     """Of as many updates on made-up observations, actions and rewards; in float32, on the CPU."""
     config = Config(
-        env=EnvConfig(id="ALE/Breakout-v5", num_envs=4), network=NetworkConfig(passes=passes),
+        env=EnvConfig(id="ALE/Breakout-v5", num_envs=4), network=NetworkConfig(passes=passes, precision="float32"),
         a2c=A2CConfig(rollout_steps=3, momentum=0.5),
     )  # fmt: skip
     envs, draw = make_envs(config.env), np.random.default_rng(5)
