@@ -87,12 +87,12 @@ def added() -> str:
     return table([*head, "rounds"], rows, 0)
 
 
-def exchange() -> str:
-    """What ways to exchange add to an update, beside `none` and the same before a change, in the same rounds."""
+def exchange(name: str, gossip: str) -> str:
+    """What ways to exchange add to an update, less that of `none` in the same round; `gossip` is what it is called."""
     jobs: dict[tuple[int, str], dict[int, Line]] = defaultdict(dict)
-    for line in lines_of("exchange.jsonl"):
+    for line in lines_of(name):
         case = line["case"]
-        way = [case["library"] if case["library"] != "gossip" else "now"]
+        way = [{"gossip": gossip, "ddp": "DDP"}.get(case["library"], case["library"])]
         way += [f"`every={case['every']}`"] if case["every"] > 1 else []
         way += [f"`{case['compression']}`"] if case["compression"] != "none" else []
         jobs[case["ranks"], ", ".join(way)][line["round"]] = line
@@ -108,7 +108,7 @@ def exchange() -> str:
             part = f"{2 * median(means):.1f} %"
             rows.append([way, str(ranks), spread(medians), spread(means), part, spread(cpu), spread(mixes, 2)])
             rows[-1].append(str(len(pairs)))
-    head = ["gossip", "ranks", "adds, median, ms", "mean, ms", "mean, of 50 ms", "processor time, ms"]
+    head = ["exchange", "ranks", "adds, median, ms", "mean, ms", "mean, of 50 ms", "processor time, ms"]
     return table([*head, "mixes an update", "rounds"], rows, 1)
 
 
@@ -180,10 +180,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "examples": examples,
     "added": added,
     "faults": faults,
-    "exchange": exchange,
+    "exchange": partial(exchange, "exchange.jsonl", "now"),
+    "gpu": partial(exchange, "gpu.jsonl", "gossip"),
     "passes": passes,
     "made by": partial(made_by, "bench.jsonl"),
     "exchange made by": partial(made_by, "exchange.jsonl"),
+    "gpu made by": partial(made_by, "gpu.jsonl"),
     "passes made by": partial(made_by, "passes.jsonl"),
 }
 
