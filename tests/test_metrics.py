@@ -359,6 +359,7 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
     for words in ("runs/r", "3 ranks on 2 hosts (node1, node2)", "gossip", "866,439 parameters, auto, on cpu"):
         assert words in text
     assert "learning rate 0.00105 = 1.5 x 0.0007 for 3 models, momentum 0.5" in text
+    assert "learning rate 0.0007 = 1 x 0.0007 for 1 model, momentum 0.5" in header_of("allreduce/pong", 0)
     assert "learning rate 0.0014\n" in header_of("gala/pong", 0)
     assert "2,500,000 steps over all ranks, 1,000 of them made before" in text
     done = header_of("pong", steps_made=2_500_160)
