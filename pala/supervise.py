@@ -613,7 +613,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add_help=False,
         usage="%(prog)s [options] [PRESET | --resume RUN] [options of pala.train]",
         description="Start a training job by mpirun, and resume it when it ends before the run is complete. What is "
-        "not listed here is passed on to pala.train (python -m pala.train --help).",
+        "not listed here is passed on to pala.train (`pala train --help`).",
     )
     parser.add_argument(
         "-n",

@@ -1,9 +1,10 @@
-"""Train: `mpirun -np 4 python -m pala.train pong --a2c.learning-rate 1e-3`.
+"""Train: `pala train -n 4 pong --a2c.learning-rate 1e-3`.
 
-    one rank                python -m pala.train pong
-    one machine             mpirun -np 4 python -m pala.train pong
+    one rank                pala train pong
+    one machine             pala train -n 4 pong
+    in a script of Slurm    srun python -m pala.train pong
     outliving its ranks     mpirun --with-ft ulfm -np 4 python -m pala.train pong      (Open MPI 5)
-    continue a run          mpirun -np 4 python -m pala.train --resume runs/pong-20260101-120000
+    continue a run          pala train -n 4 --resume runs/pong-20260101-120000
     from nothing installed  ./launch/train.sh
 
 Results go to a new folder in `runs/`. `--help` explains every option.
@@ -44,12 +45,22 @@ _PROGRAM = "pala.train"
 
 @dataclass(frozen=True)
 class Command:
-    """Train one policy on MPI ranks: A2C actor-learners that gossip, or Gorila DQN (`--algorithm gorila`)."""
+    """Train one policy on MPI ranks: A2C actor-learners that gossip, or Gorila DQN (`--algorithm gorila`).
 
-    preset: Annotated[Path | None, tyro.conf.Positional] = None
+    Examples:
+        pala train -n 2 pong                                      # two ranks, by mpirun
+        pala train -n 2 --env.id my_envs:Grid-v0 --total-steps 1e6
+        pala train -n 2 allreduce/pong --a2c.learning-rate 1e-3 --seed 2
+        pala train -n 2 --resume runs/pong-20260101-120000        # continue a run
+
+    Usual options: --env.id, --total-steps, --seed, --env.num-envs, --a2c.learning-rate, --exchange.kind,
+    --run.name, --run.device. `pala train -n 2 --help` has those of mpirun, hosts, spares and restarts.
+    """
+
+    preset: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET")] = None
     """A TOML file with settings, or the name of one of configs/, such as `pong` or `gorila/pong`. The options below win
     over it."""
-    resume: Path | None = None
+    resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Folder of an earlier run to continue, perhaps with another number of ranks. Its settings are the defaults."""
     trust_run: bool = False
     """Run, with `--resume`, the code that the run names or holds (environment, network, wrappers, modules), though it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -18,7 +19,7 @@ from pala.report.runs import published
 from pala.supervise import read_options
 from pala.system.files import read_json
 from pala.system.tables import flatten
-from pala.train import parse
+from pala.train import Command, parse
 from support import REPOSITORY
 from support.memory_jobs import configure, train
 
@@ -127,6 +128,22 @@ def test_python_and_trainings_of_the_pages_are_understood(page: Path) -> None:
     for command in re.findall(r"^ {4}pala train ([^\n#]*)", page.read_text(), re.MULTILINE):
         if not re.search(r"--resume|\b[a-z_]+\.(toml|txt)\b", command):  # those need a run, or a file
             assert parse(read_options(shlex.split(command))[1]).config.total_steps
+
+
+def test_the_examples_of_the_help_train() -> None:
+    """What `pala train --help` begins with: each example is read, and each usual option is one."""
+    words = inspect.getdoc(Command) or ""
+    examples = re.findall(r"^ {4}pala train ([^\n#]*)", words, re.MULTILINE)
+    assert len(examples) == 4
+    for example in examples:
+        if "--resume" not in example:
+            assert parse(read_options(shlex.split(example))[1]).config.total_steps
+    usual = re.findall(r"--([a-z][\w.-]*)", words.partition("Usual options:")[2].partition("`")[0])
+    assert len(usual) == 8
+    for option in usual:
+        value = Config()
+        for name in option.rstrip(".").replace("-", "_").split("."):
+            value = getattr(value, name)
 
 
 HELP = """

@@ -52,9 +52,9 @@ def test_train_starts_mpirun_where_an_option_says_on_how_many_ranks(arguments: s
 
 
 @pytest.mark.slow
-def test_a_wheel_trains_by_name_in_an_empty_environment(tmp_path: Path) -> None:
-    """As `pip install .` does: build a wheel and install it. The packages that PALA needs are lent by this environment,
-    but not PALA itself, and nothing of the checkout is there."""
+def test_a_package_trains_by_name_in_an_empty_environment(tmp_path: Path) -> None:
+    """Build an archive of the source, of that a wheel, and install it. The packages that PALA needs are lent by this
+    environment, but not PALA itself, and nothing of the checkout is there."""
     source, place = tmp_path / "source", tmp_path / "environment"
     source.mkdir()
     for name in SOURCES:  # a copy, since building leaves files behind
@@ -78,8 +78,11 @@ def test_a_wheel_trains_by_name_in_an_empty_environment(tmp_path: Path) -> None:
     (packages,) = place.glob("lib/python3*/site-packages")
     (packages / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "wheels", source)
+    build = f"import os; os.chdir({str(source)!r}); from setuptools import build_meta; build_meta.build_sdist('..')"
+    run(sys.executable, "-c", build)
     shutil.rmtree(source)
+    (archive,) = tmp_path.glob("pala-*.tar.gz")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path / "wheels", archive)
     (wheel,) = (tmp_path / "wheels").glob("pala-*.whl")
     run(*pip, "--python", place, "install", "--no-deps", "--no-index", wheel)
     pala = place / "bin" / "pala"

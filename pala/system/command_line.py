@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
 import itertools
 import math
@@ -36,7 +37,8 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             _check_switches(arguments, {f"--{name}" for name in _options(default, bool)})
             arguments = _without_exponents(arguments, {name.rpartition(".")[2] for name in _options(default, int)})
-            return tyro.cli(type(default), args=arguments, default=default, prog=_called(program))
+            words = inspect.getdoc(type(default))  # all of it: tyro itself takes the first paragraph
+            return tyro.cli(type(default), args=arguments, default=default, prog=_called(program), description=words)
     except SystemExit as exit_:
         if not exit_.code:  # --help
             if speaks():
