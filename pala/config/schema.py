@@ -317,7 +317,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The evaluation at the end of training, and the defaults of `python -m pala.evaluate`."""
+    """The evaluation at the end of training, and the defaults of `pala evaluate`."""
 
     episodes: int = setting(30, between=(0, 1e6))
     """Whole episodes; 0 leaves the evaluation out."""
