@@ -143,7 +143,7 @@ def test_a_group_without_memory_in_common_ends_with_a_sentence(
     monkeypatch.setattr(f"pala.comm.mapped_file.{'os.posix_fallocate' if is_full else 'mmap.mmap'}", fail)
     monkeypatch.setattr("pala.comm.mapped_file._MEMORY", tmp_path)
     errors = run_ranks(2, lambda comm: share(comm, 2**20, [0, 1]))
-    words = "cannot share 1 MiB of memory with its group" if is_full else "they are in containers apart"
+    words = "cannot share 1 MiB of memory with ranks of its host" if is_full else "they are in containers apart"
     assert all(isinstance(error, PalaError) and words in str(error) for error in errors)
     assert list(tmp_path.iterdir()) == []
 

@@ -57,10 +57,7 @@ class Alone(Communicator):
     def open_transport(self) -> Transport:
         raise NotImplementedError("a rank alone has no peer")
 
-    def are_on_one_host(self) -> bool:
-        return True
-
-    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
+    def share_memory(self, num_bytes: int, among: Sequence[int]) -> SharedBlock:
         raise NotImplementedError("a rank alone shares no memory")
 
     def facts(self) -> dict[str, Any]:

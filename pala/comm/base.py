@@ -203,7 +203,7 @@ class Deaths(abc.ABC):
 class SharedBlock(abc.ABC):
     """Memory that ranks of one host see."""
 
-    data: np.ndarray  # uint8 [bytes], with any content at first
+    data: np.ndarray  # uint8 [bytes]
 
     @abc.abstractmethod
     def fence(self) -> None:
@@ -305,15 +305,9 @@ class Communicator(abc.ABC):
         """Open the transport of this communicator. Collective."""
 
     @abc.abstractmethod
-    def are_on_one_host(self) -> bool:
-        """Return True if all ranks share memory. Collective."""
-
-    @abc.abstractmethod
-    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
-        """Return memory that ranks of one host share. Collective. Raises PalaError if there is too little of it.
-
-        It is for all ranks, and may be lost when one dies; or, beginning with zeros, for those `among` which this rank
-        is, as long as one of them lives."""
+    def share_memory(self, num_bytes: int, among: Sequence[int]) -> SharedBlock:
+        """Return memory, all zeros, that the ranks `among` share, this one too, as long as one of them lives.
+        Collective. Raises PalaError if there is too little of it, or none in common."""
 
     @abc.abstractmethod
     def facts(self) -> dict[str, Any]:

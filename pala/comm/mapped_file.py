@@ -65,7 +65,7 @@ def share(comm: Communicator, num_bytes: int, among: Sequence[int]) -> MappedFil
         Path(made.path).unlink()
     if block is None:
         raise PalaError(
-            f"rank {comm.rank} cannot share {num_bytes / 2**20:.0f} MiB of memory with its group ('exchange.group'): "
+            f"rank {comm.rank} cannot share {num_bytes / 2**20:.0f} MiB of memory with ranks of its host: "
             f"{fault}. In a container give it more (`--shm-size`); see `df /dev/shm`."
         )
     return block

@@ -12,7 +12,7 @@ import _thread
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpi4py import MPI
 
@@ -20,7 +20,7 @@ from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivo
 from pala.comm.mapped_file import share
 from pala.comm.roll_call import RollCall
 from pala.comm.ulfm import Barrier, MpiDeaths, is_death
-from pala.system.errors import EndError, PalaError
+from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
 from pala.system.launcher import can_survive
 from pala.system.waiting import wait_asleep
@@ -45,30 +45,6 @@ class _Survivors(Survivors):
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         request = self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
         wait_asleep(request.Test, self._timeout_s, self._interrupt)
-
-
-class _Window(SharedBlock):
-    def __init__(self, comm: MPI.Comm, num_bytes: int) -> None:
-        import numpy as np
-
-        own_bytes = num_bytes if comm.rank == 0 else 0
-        try:
-            self._window = MPI.Win.Allocate_shared(own_bytes, 1, comm=cast(MPI.Intracomm, comm))
-        except MPI.Exception as error:
-            raise PalaError(
-                f"{num_bytes / 2**20:.0f} MiB of shared memory for 'exchange.kind' 'shared_memory' could not be had "
-                f"({error}). In a container give it more (`--shm-size`); see `df /dev/shm`."
-            ) from None
-        block, _ = self._window.Shared_query(0)
-        self.data = np.frombuffer(cast(memoryview, block), np.uint8, num_bytes)
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-
-    def fence(self) -> None:
-        self._window.Sync()
-
-    def free(self) -> None:
-        self._window.Unlock_all()
-        self._window.Free()
 
 
 class MpiCommunicator(Communicator):
@@ -189,18 +165,8 @@ class MpiCommunicator(Communicator):
         self.barrier()
         return DataProxy(self.mpi, self._roll_call)
 
-    def are_on_one_host(self) -> bool:
-        self.barrier()
-        node = self.mpi.Split_type(MPI.COMM_TYPE_SHARED)
-        together = node.size == self.size
-        node.Free()
-        return together
-
-    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
-        if among is not None:
-            return share(self, num_bytes, among)
-        self.barrier()
-        return _Window(self.mpi, num_bytes)
+    def share_memory(self, num_bytes: int, among: Sequence[int]) -> SharedBlock:
+        return share(self, num_bytes, among)
 
     def facts(self) -> dict[str, Any]:
         return {

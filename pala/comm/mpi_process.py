@@ -62,7 +62,6 @@ def start_mpi() -> MpiCommunicator:
     if not MPI.Is_initialized():
         _check_launcher()
     _help_open_mpi()
-    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # not built for it, which it says at every window; read by Init
     launch, library = Launch.detect(), MPI.Get_library_version().strip("\0").splitlines()[0]
     ranks = launch.size
     if not MPI.Is_initialized():

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pala.comm.agreement import collectively
 from pala.comm.base import Communicator
 from pala.config import ExchangeConfig
 from pala.config.catalogue import TOPOLOGIES
@@ -43,11 +44,11 @@ _HEALING_S = 300.0  # peers write when their updates end
 
 def check_one_host(comm: Communicator) -> None:
     """Raise PalaError if the ranks are on several hosts. Collective."""
-    hosts = comm.allgather(comm.host)
-    if not comm.are_on_one_host():
+    hosts = dict.fromkeys(comm.allgather(comm.host))
+    if len(hosts) > 1:
         raise PalaError(
             f"'exchange.kind' is 'shared_memory', which is for ranks of one host, but they are on "
-            f"{', '.join(dict.fromkeys(hosts))}. Start all on one, or use 'gossip', which goes between hosts."
+            f"{', '.join(hosts)}. Start all on one, or use 'gossip', which goes between hosts."
         )
 
 
@@ -59,12 +60,10 @@ class Window:
         there is not as much shared memory."""
         columns = 4 + comm.size
         sizes = (comm.size * columns * 8, comm.size * num_parameters * 4)
-        self._block = comm.share_memory(sum(sizes))
+        self._block = collectively(comm, lambda: comm.share_memory(sum(sizes), range(comm.size)))
         memory = self._block.data
         counts = memory[: sizes[0]].view(np.int64).reshape(comm.size, columns)
-        counts[comm.rank] = 0
         self.models = torch.from_numpy(memory[sizes[0] :].view(np.float32).reshape(comm.size, num_parameters))
-        self.models[comm.rank] = 0.0  # the pages lie near the rank that first touches them
         self.steps, self.stop, self.written, self.has_model = (counts[:, column] for column in range(4))
         self.read = counts[:, 4:]
         self.steps[comm.rank] = steps

@@ -344,11 +344,8 @@ class MemoryCommunicator(Communicator):
         channel = self._gather(Channel(self.size) if self.rank == 0 else None)[0]
         return MemoryTransport(self, channel)
 
-    def are_on_one_host(self) -> bool:
-        return True
-
-    def share_memory(self, num_bytes: int, among: Sequence[int] | None = None) -> SharedBlock:
-        first = 0 if among is None else among[0]
+    def share_memory(self, num_bytes: int, among: Sequence[int]) -> SharedBlock:
+        first = among[0]
         return _Array(self, self._gather(np.zeros(num_bytes, np.uint8) if self.rank == first else None)[first])
 
     def facts(self) -> dict[str, Any]:
