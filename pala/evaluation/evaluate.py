@@ -258,7 +258,3 @@ def main() -> None:
             print_result(_table(scored))
     if failed:
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

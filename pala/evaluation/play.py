@@ -84,7 +84,3 @@ def _watch(command: Command, acting: Acting) -> None:
             told = len(film.ended)
             if picture is None or not window.show(picture, film.frames_per_s):
                 break
-
-
-if __name__ == "__main__":
-    main()

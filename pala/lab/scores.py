@@ -1,7 +1,7 @@
-"""The 49 games beside the published DQN and Gorila: `python -m pala.lab.scores runs`.
+"""The 49 games beside the published DQN and Gorila: `pala scores runs`.
 
-    of some runs, or folders of runs      python -m pala.lab.scores runs/pong-* runs/from-a-cluster
-    with another place for the tables     python -m pala.lab.scores runs --output results/gorila
+    of some runs, or folders of runs      pala scores runs/pong-* runs/from-a-cluster
+    with another place for the tables     pala scores runs --output results/gorila
 
 Writes `scores.md`, `games.csv` (a line a game) and `runs.csv` (a line a run); docs/gorila.md explains them.
 
@@ -257,9 +257,5 @@ def write(folders: Sequence[Path], output: Path) -> Path:
 @exit_on_mistake()
 def main() -> None:
     """Run `python -m pala.scores`."""
-    command = read_command("pala.lab.scores", sys.argv[1:], Command())
+    command = read_command("pala.scores", sys.argv[1:], Command())
     print(write(command.runs, command.output))
-
-
-if __name__ == "__main__":
-    main()

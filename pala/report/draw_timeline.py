@@ -237,7 +237,3 @@ def main() -> None:
     else:
         write_chrome(timeline, output)
     print_result(f"{output}: {summary(timeline)}")
-
-
-if __name__ == "__main__":
-    main()

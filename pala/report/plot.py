@@ -251,7 +251,3 @@ def main() -> None:
     """Run `python -m pala.plot`."""
     command = read_command("pala.plot", sys.argv[1:], Command())
     print_result(str(plot(command.runs, command.output, command.group_by)))
-
-
-if __name__ == "__main__":
-    main()
