@@ -347,8 +347,8 @@ def test_the_time_that_is_left_is_told_once_it_is_known(run, capsys):
 
 
 def test_the_first_lines_say_what_is_trained(tmp_path):
-    def header_of(preset, steps_made, cores=6):
-        job = SimpleNamespace(hosts=["node1", "node1", "node2"], num_trainers=3, threads=2, cores=cores)
+    def header_of(preset, steps_made, cores=6, hosts=("node1", "node1", "node2")):
+        job = SimpleNamespace(hosts=list(hosts), num_trainers=len(hosts), threads=2, cores=cores)
         agent = SimpleNamespace(
             config=load_preset(preset), start=ExchangeState([steps_made]), device="cpu",
             flat=SimpleNamespace(num_learned=866_439),
@@ -359,6 +359,13 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
     for words in ("runs/r", "3 ranks on 2 hosts (node1, node2)", "gossip", "866,439 parameters, auto, on cpu"):
         assert words in text
     assert "learning rate 0.00105 = 1.5 x 0.0007 for 3 models, momentum 0.5" in text
+    assert "--exchange.group" not in text
+    words = (
+        "learning rate 0.0014 = 2 x 0.0007 for 9 models, momentum 0.5\n      so many models learn less from a step: "
+    )
+    assert f"{words}`--exchange.group 5` makes 2 " in header_of("pong", 0, hosts=["a"] * 9)
+    assert f"{words}`--exchange.group host` makes 3 " in header_of("pong", 0, hosts=[*"aabbbbccc"])
+    assert "--exchange.group" not in header_of("pong", 0, hosts=[*"abcdefghi"])
     assert "learning rate 0.0007 = 1 x 0.0007 for 1 model, momentum 0.5" in header_of("allreduce/pong", 0)
     assert "learning rate 0.0014\n" in header_of("gala/pong", 0)
     assert "2,500,000 steps over all ranks, 1,000 of them made before" in text

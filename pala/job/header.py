@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pala.algorithms import ALGORITHMS
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # torch
     from pala.run.run import Run
 
 _MOST_HOSTS = 4  # that are named
+_MANY_MODELS = 8  # they learned less from a step than groups of the same ranks: results/eight_ranks
 
 
 def first_line(config: Config, ranks: int) -> str:
@@ -70,11 +72,23 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
     ]
     if steps:
         lines.insert(2, f"      {steps}")
+    if advice := _advice_on_groups(config, hosts):
+        lines.insert(3, f"      {advice}")
     if len(hosts) > job.cores:
         lines.insert(2, f"      {len(hosts)} ranks share {counted(job.cores, 'core')}")
     if config.exchange.has_groups:
         lines.insert(2, f"      {described(groups)}")
     return "\n".join(lines)
+
+
+def _advice_on_groups(config: Config, hosts: Sequence[str]) -> str:
+    """Return how the ranks could hold fewer models; empty if they hold few, or may not be in groups."""
+    num_hosts = len(set(hosts))
+    cannot = config.exchange_kind.name != "gossip" or config.run.spares or num_hosts == len(hosts)
+    if cannot or config.exchange.has_groups or len(hosts) < _MANY_MODELS:
+        return ""
+    group, fewer = ("host", num_hosts) if num_hosts > 1 else (str((len(hosts) + 1) // 2), 2)
+    return f"so many models learn less from a step: `--exchange.group {group}` makes {fewer} (docs/exchanges.md)"
 
 
 def note_on_unused(config: Config, before: Config, own_env: bool = False, own_network: bool = False) -> str:
