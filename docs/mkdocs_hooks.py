@@ -1,10 +1,10 @@
-"""What the documentation site has beside docs/: pages made from the code, the repository's other pages, and its links.
+"""What the documentation site has beside docs/, other pages of the repository and links, and pages made from code.
 
     python -m pip install -c constraints.txt -e '.[docs]'
     mkdocs build --strict                     # into site/; mkdocs serve shows it while you write
-    python docs/mkdocs_hooks.py               # writes docs/options.md, and the tables of docs/metrics.md and presets.md
+    python docs/mkdocs_hooks.py               # writes what is made from the code into docs/
 
-Nothing is fetched from the network. The pages below `reference/` are made at each build and lie nowhere else.
+Nothing is fetched from the network.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import inspect
 import json
 import posixpath
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -54,7 +55,7 @@ def configuration() -> str:
         *_section(Config, Config(), ""),
         "## Sources\n\n" + str(inspect.getdoc(importlib.import_module("pala.config.schema"))).partition("Sources: ")[2],
     ]
-    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", "\n\n".join(sections)) + "\n"
+    return _linked("\n\n".join(sections)) + "\n"
 
 
 def _section(cls: Any, default: Any, prefix: str) -> Iterator[str]:
@@ -126,37 +127,55 @@ def _toml(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
-def metrics() -> str:
-    """Every field of the metrics files: record, unit, scope, meaning."""
-    rows = [
-        (f"`{m.name}`", m.record, _algorithms(m),
-         f"{m.scope}: {m.role}" if m.role not in ("", "all") else m.scope, m.unit or _NO_UNIT, m.meaning)
-        for m in METRICS
-    ]  # fmt: skip
-    return (
-        "# Metrics: all fields\n\nOf `metrics/rank-NNNN.jsonl` in a run's folder; [Metrics](../metrics.md) says how to "
-        "read the files.\n\n" + _table(("field", "record", "algorithm", "of", "unit", "meaning"), rows) + "\n"
-    )
-
-
-def _algorithms(m: Metric) -> str:
-    """Return the algorithms that write a field, in words."""
-    return ", ".join({"gorila": "Gorila"}.get(name, name.upper()) for name in m.algorithms) or "all"
-
-
 def api() -> str:
-    """Return the page of what `pala` exports. mkdocstrings puts docstrings in the place of the `:::` lines."""
-    blocks = [f"::: {_place_of(name)}\n    options:\n      heading_level: 2" for name in pala.__all__]
-    return "\n\n".join(["# Python API", *blocks]) + "\n"
+    """Return the page of what `pala` exports: signatures and docstrings."""
+    blocks = ["# Python API", "What `import pala` gives, from its docstrings. [python.md](python.md) shows it at work."]
+    for name in pala.__all__:
+        found = getattr(pala, name)
+        blocks.append(f"## `pala.{name}`")
+        blocks += _class(found) if isinstance(found, type) else [_signature(found), _doc(found)]
+    return _linked("\n\n".join(blocks)) + "\n"
 
 
-def _place_of(name: str) -> str:
-    found = getattr(pala, name)
-    module, own_name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
-    return f"{module}.{own_name}" if module and own_name else f"pala.{name}"
+def _linked(text: str) -> str:
+    """Return a text of the code with links in the place of names of pages."""
+    return re.sub(r"(?<![/\w])docs/(\w+\.md)", r"[\1](\1)", text)
 
 
-GENERATED = {"reference/metrics.md": metrics, "reference/api.md": api}
+def _class(cls: type) -> Iterator[str]:
+    """Yield a class, what it is made with, and what it has for others."""
+    made_by = None if dataclasses.is_dataclass(cls) else vars(cls).get("__init__")
+    if made_by is not None:
+        signature = _signature(made_by).replace(") -> None", ")")
+        yield re.sub(r"def __init__\((\s*)self,?\s*", rf"{cls.__name__}(\1", signature)
+    yield _doc(cls)
+    if made_by is not None and made_by.__doc__:
+        yield _doc(made_by)
+    if cls is Config:
+        yield "Its fields: [options.md](options.md)."
+    elif texts := _texts(cls):
+        yield _table(("field", "meaning"), [(f"`{name}`", text) for name, text in texts.items()])
+    for name, member in vars(cls).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if not name.startswith("_") and inspect.isfunction(function) and cls is not Config:
+            yield f"### `{cls.__name__}.{name}`"
+            as_value = re.sub(r"def (\w+)\(self\) -> ", r"\1: ", _signature(function))
+            yield as_value if isinstance(member, property) else _signature(function)
+            yield _doc(function)
+
+
+def _signature(function: Any) -> str:
+    """Return a function's signature as it stands in the code."""
+    source = inspect.getsource(function)
+    (node,) = ast.parse(textwrap.dedent(source)).body
+    assert isinstance(node, ast.FunctionDef)
+    lines = textwrap.dedent(source).splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
+    return "```\n" + "\n".join(lines).rstrip(":") + "\n```"
+
+
+def _doc(found: Any) -> str:
+    """Return a docstring, whose links lead from docs/."""
+    return str(inspect.getdoc(found)).replace("](../docs/", "](")
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -230,11 +249,9 @@ def place_on_site(path: str) -> str | None:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """mkdocs: add the generated pages and those that lie outside docs/."""
+    """mkdocs: add the pages that lie outside docs/."""
     from mkdocs.structure.files import File
 
-    for uri, make in GENERATED.items():
-        files.append(File.generated(config, uri, content=make()))
     results = sorted(p for p in (REPOSITORY / "results").rglob("*") if p.suffix in (".md", ".png"))
     for path in [*(REPOSITORY / name for name in MOVED), *results]:
         place = place_on_site(path.relative_to(REPOSITORY).as_posix())
@@ -256,7 +273,7 @@ def with_links(markdown: str, uri: str) -> str:
 
     def led(match: re.Match[str]) -> str:
         words, target, anchor = match[1], match[2], match[3] or ""
-        if "://" in target or target.startswith("mailto:") or uri in GENERATED:
+        if "://" in target or target.startswith("mailto:"):
             return match[0]
         place = place_on_site(posixpath.normpath(posixpath.join(posixpath.dirname(origin), target)))
         if place is None:
@@ -269,5 +286,6 @@ def with_links(markdown: str, uri: str) -> str:
 if __name__ == "__main__":
     docs = REPOSITORY / "docs"
     (docs / "options.md").write_text(configuration())
+    (docs / "api.md").write_text(api())
     (docs / "metrics.md").write_text(with_tables((docs / "metrics.md").read_text()))
     (docs / "presets.md").write_text(with_presets((docs / "presets.md").read_text()))

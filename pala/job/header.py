@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch
     from pala.run.run import Run
 
 _MOST_HOSTS = 4  # that are named
-_MANY_MODELS = 8  # they learned less from a step than groups of the same ranks: results/eight_ranks
+_MANY_MODELS = 8  # learned less from a step than groups of the same ranks: results/eight_ranks
 
 
 def first_line(config: Config, ranks: int) -> str:
@@ -88,7 +88,9 @@ def _advice_on_groups(config: Config, hosts: Sequence[str]) -> str:
     if cannot or config.exchange.has_groups or len(hosts) < _MANY_MODELS:
         return ""
     group, fewer = ("host", num_hosts) if num_hosts > 1 else (str((len(hosts) + 1) // 2), 2)
-    return f"so many models learn less from a step: `--exchange.group {group}` makes {fewer} (docs/exchanges.md)"
+    return (
+        f"{len(hosts)} models learn less from a step than {fewer}: try `--exchange.group {group}` (docs/exchanges.md)"
+    )
 
 
 def note_on_unused(config: Config, before: Config, own_env: bool = False, own_network: bool = False) -> str:
