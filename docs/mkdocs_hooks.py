@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import pala
+from metric_table import METRICS, Metric
 from pala.config import Config, facts_of, load_preset, presets, to_table
 from pala.config.facts import Facts
-from pala.run.metric_table import METRICS, Metric
 from pala.system.tables import flatten
 
 _NO_UNIT = "\N{EN DASH}"
@@ -197,9 +197,9 @@ def with_tables(page: str) -> str:
 
     def made(match: re.Match[str]) -> str:
         name = match[1]
-        return f"<!-- {name}: pala/run/metric_table.py -->\n\n{_metrics_table(name)}\n\n<!-- end -->"
+        return f"<!-- {name}: docs/metric_table.py -->\n\n{_metrics_table(name)}\n\n<!-- end -->"
 
-    return re.sub(r"<!-- (\w+): pala/run/metric_table.py -->.*?<!-- end -->", made, page, flags=re.DOTALL)
+    return re.sub(r"<!-- (\w+): docs/metric_table.py -->.*?<!-- end -->", made, page, flags=re.DOTALL)
 
 
 def _metrics_table(name: str) -> str:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from metric_table import METRICS
 from pala.a2c.learner import Learner
 from pala.config import Config, ExchangeConfig, facts_of
 from pala.config.catalogue import KINDS
@@ -52,7 +53,6 @@ from pala.run import checkpoint, run_folder
 from pala.run.best_policy import BestPolicy
 from pala.run.checkpoint import RankState
 from pala.run.hooks import Callbacks, Moment, UserCode
-from pala.run.metric_table import METRICS
 from pala.run.metrics import read_run
 from pala.run.run import Run
 from pala.run.run_folder import RunRecord

@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 import pytest
 
+from metric_table import METRICS
 from pala.config import Config, EnvConfig, GorilaConfig
 from pala.envs.vector import Envs
 from pala.gorila import agent
@@ -21,7 +22,6 @@ from pala.gorila.store import ReplayStore
 from pala.job.rank import run_rank
 from pala.job.request import Request, Result
 from pala.run.hooks import Callbacks, Moment, UserCode
-from pala.run.metric_table import METRICS
 from pala.system.errors import CollectiveError, EndError, PalaError
 from pala.testing.faults import (
     Fault,

@@ -12,8 +12,8 @@ import pytest
 import draw_panel
 import mkdocs_hooks
 import pala
+from metric_table import METRICS
 from pala.config import Config, to_table
-from pala.run.metric_table import METRICS
 from pala.system.tables import flatten, keys
 from support import REPOSITORY
 
