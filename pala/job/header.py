@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch
     from pala.run.run import Run
 
 _MOST_HOSTS = 4  # that are named
-_MANY_MODELS = 8  # learned less from a step than groups of the same ranks: results/eight_ranks
+_MANY_MODELS = 8  # learned less from a step than groups of the same ranks: results/many_ranks
 
 
 def first_line(config: Config, ranks: int) -> str:
