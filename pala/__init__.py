@@ -1,8 +1,8 @@
 """PALA: gossip actor-learners for deep reinforcement learning over MPI.
 
-    mpirun -np 4 python -m pala.train pong      # one policy, four gossiping A2C actor-learners
-    python -m pala.evaluate runs/pong-...                    # score it
-    python -m pala.plot runs/pong-...                        # see it
+    pala train -n 4 pong           # one policy, four gossiping A2C actor-learners
+    pala evaluate runs/pong-...    # score it
+    pala plot runs/pong-...        # see it
 
 From Python ([docs/python.md](../docs/python.md)); each rank runs the same script:
 

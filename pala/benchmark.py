@@ -1,4 +1,4 @@
-"""The program `python -m pala.benchmark`."""
+"""The program `pala benchmark`."""
 
 from pala.lab.benchmark.__main__ import main
 

@@ -1,4 +1,4 @@
-"""The program `python -m pala.chaos`."""
+"""The program `pala chaos`."""
 
 from pala.lab.chaos.__main__ import main
 

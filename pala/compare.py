@@ -1,4 +1,4 @@
-"""The program `python -m pala.compare`."""
+"""The program `pala compare`."""
 
 from pala.lab.compare.__main__ import main
 

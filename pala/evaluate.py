@@ -1,4 +1,4 @@
-"""The program `python -m pala.evaluate`."""
+"""The program `pala evaluate`."""
 
 from pala.evaluation.evaluate import main
 

@@ -1,4 +1,4 @@
-"""The program `python -m pala.play`."""
+"""The program `pala play`."""
 
 from pala.evaluation.play import main
 

@@ -1,4 +1,4 @@
-"""The program `python -m pala.plot`."""
+"""The program `pala plot`."""
 
 from pala.report.plot import main
 

@@ -1,4 +1,4 @@
-"""The program `python -m pala.presets`: the names of the presets that come with PALA."""
+"""The program `pala presets`: the names of the presets that come with PALA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Command:
 
 @exit_on_mistake()
 def main() -> None:
-    """Run `python -m pala.presets`."""
+    """Run `pala presets`."""
     words = read_command("pala.presets", sys.argv[1:], Command()).words
     known = names()
     every = [*known, *(f"{name} (of `pala compare`)" for name in names(COMPARISONS))]

@@ -1,4 +1,4 @@
-"""The program `python -m pala.scores`."""
+"""The program `pala scores`."""
 
 from pala.lab.scores import main
 

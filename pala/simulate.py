@@ -1,4 +1,4 @@
-"""The program `python -m pala.simulate`."""
+"""The program `pala simulate`."""
 
 from pala.lab.simulate.__main__ import main
 

@@ -321,7 +321,7 @@ class Supervisor:
                 arrivals.late = True
                 self._say(
                     f"after {self.start_timeout_s:g} s ('run.start_timeout_s') {arrivals.missing()}; the job is ended. "
-                    "Look above for what these ranks or their hosts said, or run `python -m pala.doctor` in the same "
+                    "Look above for what these ranks or their hosts said, or run `pala doctor` in the same "
                     "way."
                 )
             self._end(job)
@@ -426,7 +426,7 @@ class Supervisor:
 
         run, trust = shlex.quote(str(self.run)), trust_option(self.run, run_folder.config_of(self.run))
         programs = [f"evaluate {run}{trust}" if what == "evaluation" else f"plot {run}" for what in failed]
-        commands = " and ".join(f"`python -m pala.{program}`" for program in programs)
+        commands = " and ".join(f"`pala {program}`" for program in programs)
         return f", but for its {' and '.join(failed)}: try {commands}"
 
     def _steps(self) -> int:

@@ -1,4 +1,4 @@
-"""The program `python -m pala.trace`."""
+"""The program `pala trace`."""
 
 from pala.report.draw_timeline import main
 

@@ -57,7 +57,7 @@ class Command:
     --run.name, --run.device. `pala train -n 2 --help` has those of mpirun, hosts, spares and restarts.
     """
 
-    preset: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="PRESET")] = None
+    preset: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[PRESET]")] = None
     """A TOML file with settings, or the name of one of configs/, such as `pong` or `gorila/pong`. The options below win
     over it."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
@@ -103,6 +103,9 @@ def _greet(command: Command, base: Config, job: Job) -> None:
     if command.config.run.console == "none":
         return
     print_result(first_line(command.config, job.num_trainers))
+    names_env = command.preset or command.resume or any(word.startswith("--env.id") for word in sys.argv[1:])
+    if not names_env:
+        log("No preset and no `--env.id` is given, so this trains the default. `pala presets` lists others.")
     own = run_folder.from_python(run_folder.read(command.resume)["segments"][-1]) if command.resume else ()
     if note := note_on_unused(command.config, base, *own):
         log(note)

@@ -337,7 +337,7 @@ def test_a_page_says_how_it_is_made_again_where_it_lies(there: Path, no_pictures
         assert compare(Command(Path("preset.toml"), report_only=True, output=Path(folder))) == []
         page = section((Path(folder) / "compare.md").read_text(), "How it was made")
         file = f"{folder}/preset.toml"
-        assert f"    python -m pala.compare {shlex.quote(file)} --report-only{output}\n" in page
+        assert f"    pala compare {shlex.quote(file)} --report-only{output}\n" in page
 
 
 def test_a_run_that_is_shorter_than_one_of_the_results_is_refused(there: Path, no_pictures: None) -> None:

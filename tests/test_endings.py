@@ -38,7 +38,7 @@ from pala.run import checkpoint
 from pala.run.hooks import UserCode
 from pala.run.metrics import Record, read_run
 from pala.run.run import Run
-from pala.system import launcher, waiting
+from pala.system import waiting
 from pala.system.errors import CollectiveError, EndError, SaveError
 from pala.system.interrupt import Interrupt
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
@@ -292,14 +292,13 @@ def test_a_signal_while_a_run_ends_leaves_the_evaluation_out(
     assert ranks.record["completed"] and (tmp_path / "r/policy.safetensors").exists()
     assert [result.exit_status for result in ranks.results] == [128 + SIGUSR1, 0, 0]
     assert ranks.segment["conclusion"] == {"evaluation": "interrupted by SIGUSR1", "rank": 0}
-    assert "evaluation: interrupted; `python -m pala.evaluate" in capsys.readouterr().out
+    assert "evaluation: interrupted; `pala evaluate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("spares", "variables", "says"),
     [
-        (0, {}, "mpirun -np 3 python -m pala.train --resume"), (1, {}, "mpirun --with-ft ulfm -np 3 python -m"),
-        (0, {"OMPI_MCA_mpi_ft_enable": "1"}, "mpirun --with-ft ulfm -np 3 python -m pala.train --resume"),
+        (0, {}, "pala train -n 3 --resume"), (1, {}, "pala train -n 2 --resume"),
         (0, {"PALA_SUPERVISED": "1"}, "the command that started it, with `--resume "),
     ],
 )  # fmt: skip
@@ -307,9 +306,7 @@ def test_a_stopped_run_says_how_it_goes_on(
     spares: int, variables: dict[str, str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(conclusion, "can_survive", launcher.can_survive.__wrapped__)  # which looks once a process
-    for name in ("OMPI_MCA_mpi_ft_enable", "PALA_SUPERVISED"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("PALA_SUPERVISED", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     config = configure(tmp_path, steps=ENDLESS)
@@ -773,7 +770,7 @@ def test_an_evaluation_whose_environment_fails_at_once_makes_it_anew_or_says_how
         assert "'reset' raised ConnectionError: the simulator is busy" in said.err
     else:
         assert "has failed 4 times" in concluded and "raised ConnectionError: the simulator is busy" in concluded
-        assert f"; `python -m pala.evaluate {tmp_path / 'r'} --trust-run` makes up for it" in said.out
+        assert f"; `pala evaluate {tmp_path / 'r'} --trust-run` makes up for it" in said.out
 
 
 def test_an_evaluation_that_is_given_up_leaves_a_complete_run(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_a_stopped_job_says_its_last_words_when_ranks_are_gone(spares: int, any_
         wait_for(lambda: "lost_ranks" in record_of(run)["segments"][0], what="notice of the death")
     job.process.send_signal(signal.SIGUSR1)
     assert job.wait().status == 128 + signal.SIGUSR1, job.output
-    assert "go on with: mpirun --with-ft ulfm -np 3 python -m pala.train --resume runs/r" in job.output, job.output
+    assert f"go on with: pala train -n {3 - spares} --resume runs/r" in job.output, job.output
 
 
 def test_a_rank_that_is_killed_before_its_first_step_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ def test_when_the_rank_that_evaluates_is_killed_another_does(any_mpi: Launcher, 
     assert record["completed"] and [lost["rank"] for lost in segment["lost_ranks"]] == [0]
     assert segment["conclusion"] == {"evaluation": "interrupted by SIGUSR1", "rank": 1}
     assert job.status != 0 and job.output.count("evaluation: plays") <= 2, job.output
-    assert "evaluation: interrupted; `python -m pala.evaluate" in job.output, job.output
+    assert "evaluation: interrupted; `pala evaluate" in job.output, job.output
     assert not (tmp_path / "runs/r/evaluation.json").exists()
     load_policy(tmp_path / "runs/r/policy.safetensors")
 

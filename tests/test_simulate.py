@@ -263,7 +263,7 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
         (["--bandwidth-gbit", "0"], "'--bandwidth-gbit' is 0 but must lie above 0"),
         (["--nonsense"], "the command line was not understood"),
         (["--benchmark", "none.json"], "'none.json' does not exist"),
-        (["--benchmark", "text.json"], "'text.json' is not a benchmark.json of `python -m pala.benchmark`"),
+        (["--benchmark", "text.json"], "'text.json' is not a benchmark.json of `pala benchmark`"),
         (
             ["--benchmark", "cut.json.gz"],
             "'cut.json.gz' is not a benchmark.json",

@@ -524,7 +524,7 @@ def test_what_is_told_to_do_with_a_run_that_brings_code_along_trusts_it(there: P
 
     for name, job, says in (
         ("r", fails, "go on with `--resume runs/r --trust-run`"),
-        ("s", completes, "try `python -m pala.evaluate runs/s --trust-run`"),
+        ("s", completes, "try `pala evaluate runs/s --trust-run`"),
     ):
         Scripted(["--run.name", name, "--restarts", "0"], [job]).supervise()
         assert says in capsys.readouterr().err
@@ -598,7 +598,7 @@ def test_a_run_that_is_done_is_not_begun_again_by_continue(
     said = capsys.readouterr().err
     assert ("run 'runs/r' is complete already" in said) == is_done
     failed = is_done and evaluation != "done"
-    assert ("but for its evaluation: try `python -m pala.evaluate runs/r`" in said) == failed
+    assert ("but for its evaluation: try `pala evaluate runs/r`" in said) == failed
     resumed = Scripted(["--resume", "runs/r", "--total-steps", "9"], [job])
     assert resumed.supervise() == 0 and resumed.told
 

@@ -1,1 +1,1 @@
-"""`python -m pala.doctor`: what a user must know of this machine before training (docs/doctor.md)."""
+"""`pala doctor`: what a user must know of this machine before training (docs/doctor.md)."""

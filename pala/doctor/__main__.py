@@ -1,6 +1,6 @@
-"""`python -m pala.doctor`: what stands in the way of training here, and what to do about it.
+"""`pala doctor`: what stands in the way of training here, and what to do about it.
 
-    this machine, and whether mpirun works    python -m pala.doctor
+    this machine, and whether mpirun works    pala doctor
     a job as it would train                   mpirun -np 4 python -m pala.doctor
     under Slurm                               srun python -m pala.doctor
     all facts, for a bug report               mpirun -np 4 python -m pala.doctor --json doctor.json
@@ -57,7 +57,7 @@ class Command:
 
 
 def main() -> None:
-    """Run `python -m pala.doctor` on a rank."""
+    """Run `pala doctor` on a rank."""
     open_closed_streams()
     try:
         _advise()

@@ -1,12 +1,12 @@
-"""Score a run's policy on whole games with unclipped rewards: `python -m pala.evaluate runs/pong-...`.
+"""Score a run's policy on whole games with unclipped rewards: `pala evaluate runs/pong-...`.
 
-    100 episodes, greedy actions      python -m pala.evaluate RUN --episodes 100 --greedy
-    and a video of one more episode   python -m pala.evaluate RUN --video pong.mp4
-    the video alone                   python -m pala.evaluate RUN --video pong.mp4 --episodes 0
-    a curve, while it trains          python -m pala.evaluate RUN --follow
-    several runs                      python -m pala.evaluate runs/pong-*
-    with sticky actions               python -m pala.evaluate RUN --repeat-action-probability 0.25
-    other games, as a table           python -m pala.evaluate RUN --env.id A B
+    100 episodes, greedy actions      pala evaluate RUN --episodes 100 --greedy
+    and a video of one more episode   pala evaluate RUN --video pong.mp4
+    the video alone                   pala evaluate RUN --video pong.mp4 --episodes 0
+    a curve, while it trains          pala evaluate RUN --follow
+    several runs                      pala evaluate runs/pong-*
+    with sticky actions               pala evaluate RUN --repeat-action-probability 0.25
+    other games, as a table           pala evaluate RUN --env.id A B
 
 Prints a line for each run, or a table of several environments. `RUN/evaluation.json` holds the newest result of the
 final policy in the run's own environment (it says whether by `--greedy`), while the run is not complete that of any
@@ -219,7 +219,7 @@ def _table(scored: list[tuple[_Task, Evaluation]]) -> str:
 
 @exit_on_mistake()
 def main() -> None:
-    """Run `python -m pala.evaluate`."""
+    """Run `pala evaluate`."""
     tasks = _tasks(parse(sys.argv[1:]))
     prepare(tasks[0].command.used_threads)
     # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.

@@ -1,8 +1,8 @@
-"""Watch a run's policy play: `python -m pala.play runs/pong-...`.
+"""Watch a run's policy play: `pala play runs/pong-...`.
 
-    in a window, until it is closed     python -m pala.play RUN
-    one episode as a file               python -m pala.play RUN --video pong.mp4
-    the most probable actions           python -m pala.play RUN --greedy
+    in a window, until it is closed     pala play RUN
+    one episode as a file               pala play RUN --video pong.mp4
+    the most probable actions           pala play RUN --greedy
 
 A window needs pygame (`pip install pygame-ce`) and a display. Escape closes it.
 """
@@ -53,7 +53,7 @@ class Command:
 
 @exit_on_mistake()
 def main() -> None:
-    """Run `python -m pala.play`."""
+    """Run `pala play`."""
     command = read_command(_PROGRAM, sys.argv[1:], Command(run=tyro.MISSING))
     if command.video is not None and command.episodes:
         raise PalaError("'--episodes' is of the window; '--video' writes one episode.")

@@ -1,4 +1,4 @@
-"""Whole episodes of a policy in pictures: as a file, `python -m pala.evaluate RUN --video FILE.mp4`, or in a window.
+"""Whole episodes of a policy in pictures: as a file, `pala evaluate RUN --video FILE.mp4`, or in a window.
 
 Atari is shown by a twin in colour of the policy's own environment; other environments render themselves.
 """

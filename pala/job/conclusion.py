@@ -25,7 +25,6 @@ from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.run.view import MEAN_OF
 from pala.system.errors import PalaError, reason
 from pala.system.interrupt import Interrupt
-from pala.system.launcher import can_survive
 from pala.system.output import SUPERVISED, log, print_result
 from pala.system.resources import usable_cores
 
@@ -74,7 +73,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
             f"{best['global_steps']:,} steps"
         )
         run = shlex.quote(str(result.run))
-        print_result(f"      best policy: {found}; `python -m pala.evaluate {run} --best{trust}` scores it")
+        print_result(f"      best policy: {found}; `pala evaluate {run} --best{trust}` scores it")
     return replace(
         result,
         exit_status=status,
@@ -87,18 +86,16 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
 def _later(what: str, run: Path, trust: str) -> str:
     """Return how a task that was not done is done later."""
     options = shlex.quote(str(run)) + (trust if what == "evaluation" else "")
-    return f"`python -m pala.{'evaluate' if what == 'evaluation' else 'plot'} {options}` makes up for it"
+    return f"`pala {'evaluate' if what == 'evaluation' else 'plot'} {options}` makes up for it"
 
 
 def _going_on(run: Path, config: Config) -> str:
     """Return how a stopped run is resumed as it was started, spares included."""
-    spares = config.run.spares
     resume = user_code.resume_option(run, config)
     if os.environ.get(SUPERVISED):
         return f"the command that started it, with `{resume}` in place of the preset"
-    ranks = run_folder.read(run)["segments"][-1]["ranks"] + spares
-    survives = "--with-ft ulfm " * (spares > 0 or can_survive())
-    return f"{f'mpirun {survives}-np {ranks} ' if ranks > 1 else ''}python -m pala.train {resume}"
+    ranks = run_folder.read(run)["segments"][-1]["ranks"]
+    return f"pala train {f'-n {ranks} ' * (ranks + config.run.spares > 1)}{resume}"
 
 
 class _FinalTasks:

@@ -102,7 +102,7 @@ def read(folder: Path) -> Run | str:
         return "has not completed"
     evaluation = final_evaluation(folder, record)
     if evaluation is None:
-        return "has no evaluation of its final policy; `python -m pala.evaluate` makes one"
+        return "has no evaluation of its final policy; `pala evaluate` makes one"
     return Run(folder.name, rom, config, last, evaluation)
 
 
@@ -256,6 +256,6 @@ def write(folders: Sequence[Path], output: Path) -> Path:
 
 @exit_on_mistake()
 def main() -> None:
-    """Run `python -m pala.scores`."""
+    """Run `pala scores`."""
     command = read_command("pala.scores", sys.argv[1:], Command())
     print(write(command.runs, command.output))

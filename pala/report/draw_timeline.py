@@ -1,9 +1,9 @@
-"""The timeline of a run as one file: `python -m pala.trace RUN`.
+"""The timeline of a run as one file: `pala trace RUN`.
 
-    whole                 python -m pala.trace runs/pong-...                           -> runs/pong-.../trace.json
-    packed                python -m pala.trace RUN --output trace.json.gz
-    a part of it          python -m pala.trace RUN --begin 60 --seconds 5
-    a picture of a part   python -m pala.trace RUN --begin 60 --seconds 0.5 --output timeline.png
+    whole                 pala trace runs/pong-...                           -> runs/pong-.../trace.json
+    packed                pala trace RUN --output trace.json.gz
+    a part of it          pala trace RUN --begin 60 --seconds 5
+    a picture of a part   pala trace RUN --begin 60 --seconds 0.5 --output timeline.png
 
 The run was trained with `--run.trace`, or the folder was named to `pala.Gossip(trace=...)`. https://ui.perfetto.dev and
 chrome://tracing open the file: each rank has a row for its work, one for messages sent and one for messages received,
@@ -219,7 +219,7 @@ def summary(timeline: Timeline) -> str:
 
 @exit_on_mistake()
 def main() -> None:
-    """Run `python -m pala.trace`."""
+    """Run `pala trace`."""
     command = read_command("pala.trace", sys.argv[1:], Command())
     if len(command.runs) != 1:
         raise PalaError("Name one folder, of a run that was trained with `--run.trace`.")

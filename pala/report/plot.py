@@ -1,8 +1,8 @@
-"""Learning curves from the metrics files: `python -m pala.plot RUN [RUN ...]`.
+"""Learning curves from the metrics files: `pala plot RUN [RUN ...]`.
 
-    one run                          python -m pala.plot runs/pong-...        -> runs/pong-.../learning_curve.png
-    published runs                   python -m pala.plot results/precision    -> learning_curves.png
-    seeds and settings compared      python -m pala.plot runs/a runs/b runs/c -> learning_curves.png
+    one run                          pala plot runs/pong-...        -> runs/pong-.../learning_curve.png
+    published runs                   pala plot results/precision    -> learning_curves.png
+    seeds and settings compared      pala plot runs/a runs/b runs/c -> learning_curves.png
 
 Two panels: the unclipped return of whole episodes, as a running mean over all ranks, over environment steps and over
 training time. One run also shows its quartiles and, if it gossips, how far its ranks are apart. Of several runs,
@@ -248,6 +248,6 @@ class Command:
 
 @exit_on_mistake()
 def main() -> None:
-    """Run `python -m pala.plot`."""
+    """Run `pala plot`."""
     command = read_command("pala.plot", sys.argv[1:], Command())
     print_result(str(plot(command.runs, command.output, command.group_by)))

@@ -1,1 +1,1 @@
-"""`python -m pala.benchmark`: what training costs on this machine, and what it could cost at best."""
+"""`pala benchmark`: what training costs on this machine, and what it could cost at best."""

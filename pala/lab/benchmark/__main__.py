@@ -1,9 +1,9 @@
-"""Measure how fast training is on this machine, and how far from its limit: `python -m pala.benchmark`.
+"""Measure how fast training is on this machine, and how far from its limit: `pala benchmark`.
 
-    Pong, 1 and 2 ranks              python -m pala.benchmark --ranks 1 2
-    a preset, with other settings    python -m pala.benchmark pala_paper/pong --a2c.rollout-steps 5
-    under a minute                   python -m pala.benchmark --quick
-    another launcher                 python -m pala.benchmark --launcher 'srun -n {ranks}'
+    Pong, 1 and 2 ranks              pala benchmark --ranks 1 2
+    a preset, with other settings    pala benchmark pala_paper/pong --a2c.rollout-steps 5
+    under a minute                   pala benchmark --quick
+    another launcher                 pala benchmark --launcher 'srun -n {ranks}'
 
 Results go to a new folder: benchmark.md, benchmark.json with every round, benchmark.png. docs/benchmark.md tells how to
 read them. This program starts one job of MPI for each number of ranks; it does not use MPI itself.
@@ -232,7 +232,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
 
 @exit_on_mistake(OSError)
 def main() -> None:
-    """Run `python -m pala.benchmark`."""
+    """Run `pala benchmark`."""
     for number in (signal.SIGTERM, *hangup()):  # so that the job is ended, too
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     command = parse(sys.argv[1:])

@@ -32,7 +32,7 @@ class JobRequest:
 def read_request(arguments: list[str], ranks: int) -> JobRequest:
     """Return the request that the program was started with. Raises PalaError."""
     if len(arguments) != 1:
-        raise PalaError("This is the part of the benchmark that ranks run; start `python -m pala.benchmark`.")
+        raise PalaError("This is the part of the benchmark that ranks run; start `pala benchmark`.")
     table = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     request = JobRequest(**table | {"exchanges": tuple(table["exchanges"]), "precisions": tuple(table["precisions"])})
     if request.ranks != ranks:

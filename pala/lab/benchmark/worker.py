@@ -1,4 +1,4 @@
-"""A rank of the benchmark, started by `python -m pala.benchmark`. It reads a request and writes a result."""
+"""A rank of the benchmark, started by `pala benchmark`. It reads a request and writes a result."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def exit_status(result: Result) -> int:
 
 @exit_on_mistake()
 def main() -> None:
-    """Run `python -m pala.chaos`."""
+    """Run `pala chaos`."""
     run, command = parse(sys.argv[1:])
     processes = ranks_to_shake(run, command.faults)
     plan = Plan(command.seed, command.mean_s, command.faults, command.duration_s)

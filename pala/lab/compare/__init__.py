@@ -1,1 +1,1 @@
-"""`python -m pala.compare`: variants x games x rank counts x seeds, run and reported from one preset."""
+"""`pala compare`: variants x games x rank counts x seeds, run and reported from one preset."""

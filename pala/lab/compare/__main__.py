@@ -1,10 +1,10 @@
-"""Compare ways to train: `python -m pala.compare pong`.
+"""Compare ways to train: `pala compare pong`.
 
-    what would be run                          python -m pala.compare PRESET --dry-run
-    run what is missing, then report           python -m pala.compare PRESET
-    a part of it                               python -m pala.compare PRESET --only uniform Pong
-    report what is there, with other runs      python -m pala.compare PRESET --report-only --add runs/from-a-cluster
-    the same as jobs of Slurm                  python -m pala.compare PRESET --submit
+    what would be run                          pala compare PRESET --dry-run
+    run what is missing, then report           pala compare PRESET
+    a part of it                               pala compare PRESET --only uniform Pong
+    report what is there, with other runs      pala compare PRESET --report-only --add runs/from-a-cluster
+    the same as jobs of Slurm                  pala compare PRESET --submit
 
 Each run is a job of MPI of its own, in runs/NAME; the report and copies of the runs go to results/NAME. ^C or SIGTERM
 ends the present job with a checkpoint, and the next call continues. docs/compare.md explains the preset and the
@@ -203,7 +203,7 @@ def _stop(number: int, frame: object) -> NoReturn:
 
 @exit_on_mistake(OSError)
 def main() -> None:
-    """Run `python -m pala.compare`."""
+    """Run `pala compare`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *hangup()):
         signal.signal(number, _stop)
     command = read_command(_PROGRAM, sys.argv[1:], Command())

@@ -112,7 +112,7 @@ that never got there come last."""
 _SCALING = "Efficiency: speed a rank over that with the fewest ranks, of medians over runs."
 _EXCHANGE = """Relative distance: between a rank's model and what it mixes in, over the norm of its model; mean over
 intervals, ranks and runs. Staleness: the most updates since the last mix in an interval, its mean; and in all."""
-_HOW = """`python -m pala.compare` with `{preset}`; each run's command, commit and versions are in its `run.json`. To
+_HOW = """`pala compare` with `{preset}`; each run's command, commit and versions are in its `run.json`. To
 make this page again from the copies of the runs:
 
     {command}"""
@@ -122,7 +122,7 @@ def _how(name: str, folder: Path) -> str:
     """Return how the page is made again: a preset that comes with PALA has no copy in the results."""
     own, output = folder / "preset.toml", [] if folder == Path("results") / name else ["--output", str(folder)]
     preset, given = ("preset.toml", str(own)) if own.exists() else (f"configs/compare/{name}.toml", name)
-    command = shlex.join(["python", "-m", "pala.compare", given, "--report-only", *output])
+    command = shlex.join(["pala", "compare", given, "--report-only", *output])
     return _HOW.format(preset=preset, command=command)
 
 

@@ -1,4 +1,4 @@
-"""The protocol on a virtual cluster: `python -m pala.simulate predict --help`.
+"""The protocol on a virtual cluster: `pala simulate predict --help`.
 
     learn     whole trainings of simulated ranks: what a step teaches under each mixing rule
     progress  how much of what the ranks learn each mixing rule leaves them
@@ -36,15 +36,14 @@ _PROGRAMS: dict[str, Callable[[list[str]], None]] = {
 
 @exit_on_mistake(OSError)
 def main() -> None:
-    """Run `python -m pala.simulate`."""
+    """Run `pala simulate`."""
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if name in ("", "-h", "--help"):
         print(__doc__)
         return
     if name not in _PROGRAMS:
         raise PalaError(
-            f"'{name}' is none of: {', '.join(_PROGRAMS)}{nearest(name, _PROGRAMS) or '.'} "
-            "See `python -m pala.simulate --help`."
+            f"'{name}' is none of: {', '.join(_PROGRAMS)}{nearest(name, _PROGRAMS) or '.'} See `pala simulate --help`."
         )
     _PROGRAMS[name](arguments)
 

@@ -83,10 +83,10 @@ def read_benchmark(path: Path) -> dict[str, Any]:
         benchmark: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
         benchmark["jobs"][0]["rounds"], benchmark["config"], benchmark["machine"]["cores"]
     except FileNotFoundError:
-        raise PalaError(f"'{path}' does not exist; `python -m pala.benchmark` writes a benchmark.json.") from None
+        raise PalaError(f"'{path}' does not exist; `pala benchmark` writes a benchmark.json.") from None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise PalaError(
-            f"'{path}' is not a benchmark.json of `python -m pala.benchmark` ({type(error).__name__}: {error})."
+            f"'{path}' is not a benchmark.json of `pala benchmark` ({type(error).__name__}: {error})."
         ) from None
     return benchmark
 
@@ -100,13 +100,13 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
     precision, cores = precision_of(benchmark), benchmark["machine"]["cores"]
     fitting = [job for job in benchmark["jobs"] if _threads_of_a_host(job, benchmark) <= cores]
     if not fitting:
-        raise PalaError(f"In '{path}' no job has a core for each rank; measure one by `python -m pala.benchmark`.")
+        raise PalaError(f"In '{path}' no job has a core for each rank; measure one by `pala benchmark`.")
     try:
         return _costs(max(fitting, key=lambda job: job["ranks"]), precision, benchmark)
     except (KeyError, StopIteration):
         raise PalaError(
             f"'{path}' lacks the times of single updates and models, the protocol's own (as where a job failed), or "
-            f"training by gossip or without exchange in {precision}; measure again by `python -m pala.benchmark "
+            f"training by gossip or without exchange in {precision}; measure again by `pala benchmark "
             "--exchanges none gossip`."
         ) from None
 

@@ -1,6 +1,6 @@
-"""`python -m pala.simulate learn`: whole trainings of up to 64 ranks in one process, on a simulated network.
+"""`pala simulate learn`: whole trainings of up to 64 ranks in one process, on a simulated network.
 
-    gossip beside synchronous A2C       python -m pala.simulate learn --ranks 16
+    gossip beside synchronous A2C       pala simulate learn --ranks 16
     over a slow network                 ... --delay-updates 3
     with one rank four times slower     ... --slow-ranks 1
 
@@ -418,7 +418,7 @@ _COLUMNS: list[Column[_Row]] = [
 
 
 def run(arguments: list[str]) -> None:
-    """Run `python -m pala.simulate learn`. Raises PalaError."""
+    """Run `pala simulate learn`. Raises PalaError."""
     command = parse(arguments)
     torch.set_num_threads(1)
     rows: list[_Row] = []

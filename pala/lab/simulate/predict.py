@@ -1,6 +1,6 @@
-"""`python -m pala.simulate predict`: how fast gossip and its alternatives would be, from 2 to 10,000 ranks.
+"""`pala simulate predict`: how fast gossip and its alternatives would be, from 2 to 10,000 ranks.
 
-    what a cluster would do   python -m pala.simulate predict --benchmark results/simulation/benchmark/benchmark.json.gz
+    what a cluster would do   pala simulate predict --benchmark results/simulation/benchmark/benchmark.json.gz
     another network           … --ranks-per-host 8 --latency-us 5 --bandwidth-gbit 100
 
 Results go to a new folder: simulation.md, simulation.json, simulation.png. docs/simulate.md tells how to read them.
@@ -37,7 +37,7 @@ class Command:
     """Predict speed, waiting, traffic and consensus distance, with all ranks alike and with one slow rank."""
 
     benchmark: Path | None = None
-    """benchmark.json (or .json.gz) with the costs of one rank (`python -m pala.benchmark`)."""
+    """benchmark.json (or .json.gz) with the costs of one rank (`pala benchmark`)."""
     ranks: tuple[int, ...] = (2, 4, 8, 16, 64, 256, 1024, 4096, 10_000)
     """Numbers of ranks."""
     methods: tuple[str, ...] = tuple(METHODS)
@@ -77,7 +77,7 @@ def parse(arguments: list[str]) -> Command:
         raise PalaError(f"'--bandwidth-gbit' is {command.bandwidth_gbit:g} but must lie above 0.")
     _check_that_something_is_left(command)
     if command.benchmark is None:
-        raise PalaError("Name the measured costs: `--benchmark FILE`, a benchmark.json of `python -m pala.benchmark`.")
+        raise PalaError("Name the measured costs: `--benchmark FILE`, a benchmark.json of `pala benchmark`.")
     return command
 
 
@@ -157,7 +157,7 @@ def _reason_against(command: Command, method: str, ranks: int, costs: Costs | No
 
 
 def run(arguments: list[str]) -> None:
-    """Do what `python -m pala.simulate predict` does. Raises PalaError."""
+    """Do what `pala simulate predict` does. Raises PalaError."""
     command = parse(arguments)
     assert command.benchmark is not None
     # A mistake should be told before anything is made.

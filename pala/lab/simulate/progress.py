@@ -1,4 +1,4 @@
-"""`python -m pala.simulate progress`: how much of what the ranks learn their exchange leaves them.
+"""`pala simulate progress`: how much of what the ranks learn their exchange leaves them.
 
 Every update adds 1 to a rank's model, and nothing else happens. If nothing is taken back, the mean of all models ends
 at the mean number of updates. *Kept* is the share of that at which it does end; *apart* is how far the ranks are from
@@ -86,7 +86,7 @@ def measure(mixing: str, ranks: int, delay: float, slowness: float, seed: int, e
 
 
 def run(arguments: list[str]) -> None:
-    """Do what `python -m pala.simulate progress` does. Raises PalaError."""
+    """Do what `pala simulate progress` does. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
     check_choices("mixings", command.mixings, RULES)
     check_named(command, "mixings", "ranks", "delays")
