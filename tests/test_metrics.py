@@ -301,7 +301,7 @@ def test_figures_say_how_the_run_goes(run):
         "steps": "400,000 of 4,000,000 (10.0%)",
         "eta": "1:00:00",
         "steps/s": "1,000",
-        "return": "-17.50 (mean of the last 100 of 2 episodes)",
+        "return": "-17.50 (mean of 2 episodes)",
         "learning": "entropy 1.500, value loss 0.7500",
         "consensus": "0.250 (1.00%)",
         "staleness": "9 updates at most, 12 mixes",
@@ -316,7 +316,7 @@ def test_updates_that_were_skipped_and_failures_of_environments_are_shown(run):
     console_figures.refresh(global_steps=400_000)
     shown = console_figures.texts()
     assert shown["learning"] == "entropy 1.500, value loss 0.7500, 3 updates skipped"
-    assert shown["return"] == "- (mean of the last 100 of 0 episodes), 5 failures of environments"
+    assert shown["return"] == "- (mean of 0 episodes), 5 failures of environments"
 
 
 def test_figures_of_nothing_are_dashes(run):

@@ -65,13 +65,13 @@ class Figures:
         view, speed = self._view, self._view.global_steps_per_s
         share, left_s = self.global_steps / self.budget_steps, self.left_s
         eta = "-" if left_s is None else _duration(left_s)
-        failures = view.total("env_failures")
+        episodes, failures = view.num_episodes, view.total("env_failures")
         return {
             "steps": f"{self.global_steps:,} of {self.budget_steps:,} ({share:.1%})",
             "eta": eta,
             "steps/s": f"{speed:,.0f}",
-            "return": f"{_number(view.mean_return, '{:.2f}')} (mean of the last 100 of {view.num_episodes} episodes)"
-            + f", {failures:.0f} failures of environments" * (failures > 0),
+            "return": f"{_number(view.mean_return, '{:.2f}')} (mean of {'the last 100 of ' * (episodes > 100)}"
+            f"{counted(episodes, 'episode')})" + f", {failures:.0f} failures of environments" * (failures > 0),
             **(self._server() if view.mean("epsilon") is not None else self._exchange()),
             "time": " ".join(f"{name} {_number(view.mean('time_' + name), '{:.0%}')}" for name in SECTIONS),
         }
