@@ -136,7 +136,10 @@ def test_the_names_of_presets_are_listed_by_words(monkeypatch, capsys):
         presets_program.main()
         return capsys.readouterr().out.splitlines()
 
-    assert len(listed()) > 60 and listed("Gorila", "pong") == ["gorila/pong"]
+    families = "\n".join(listed())
+    assert "gala/beam_rider, gala/breakout, gala/pong" in families and "    Quickstart: an Atari game" in families
+    assert "gorila/alien, gorila/amidar, gorila/assault, gorila/asterix, and 45 more" in families
+    assert len(listed("gorila/")) == 49 and listed("Gorila", "pong") == ["gorila/pong"]
     assert listed("breakout", "compare")[0] == "breakout (of `pala compare`)"
     with pytest.raises(SystemExit):
         listed("pnog")

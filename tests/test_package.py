@@ -86,7 +86,7 @@ def test_a_package_trains_by_name_in_an_empty_environment(tmp_path: Path) -> Non
     (wheel,) = (tmp_path / "wheels").glob("pala-*.whl")
     run(*pip, "--python", place, "install", "--no-deps", "--no-index", wheel)
     pala = place / "bin" / "pala"
-    assert "gorila/pong\n" in run(pala, "presets")
+    assert "gorila/pong\n" in run(pala, "presets", "gorila")
     few = ("--total-steps", "200", "--env.num-envs", "1", "--evaluation.episodes", "0", "--run.name", "r")
     run(pala, "train", "pong", *few)
     assert "policy.safetensors" in {file.name for file in (tmp_path / "runs" / "r").iterdir()}

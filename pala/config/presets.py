@@ -13,6 +13,7 @@ game, in place of `env.id`).
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -43,6 +44,18 @@ def names(folder: str = "") -> list[str]:
         found = {name for name in found if not name.startswith(f"{COMPARISONS}/")} | set(members)
         found -= {family.stem for family, _ in members.values()}
     return sorted(found)
+
+
+def families() -> dict[str, tuple[list[str], str]]:
+    """Return what each file of presets holds: the file's name -> (its presets' names, the first sentence of its
+    comment)."""
+    found: dict[str, tuple[list[str], str]] = {}
+    for file in sorted(FOLDER.glob("*.toml")):
+        comment = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+        text = " ".join(line.removeprefix("# ") for line in comment)
+        members = [name for name, (family, _) in _members().items() if family == file]
+        found[file.stem] = (members or [file.stem], re.split(r"(?<=[.])\s(?=[A-Z])", text)[0])
+    return found
 
 
 def _members() -> dict[str, tuple[Path, str]]:
