@@ -103,8 +103,7 @@ def _greet(command: Command, base: Config, job: Job) -> None:
     if command.config.run.console == "none":
         return
     print_result(first_line(command.config, job.num_trainers))
-    names_env = command.preset or command.resume or any(word.startswith("--env.id") for word in sys.argv[1:])
-    if not names_env:
+    if command.preset is None and command.resume is None and "--env.id" not in " ".join(sys.argv):
         log("No preset and no `--env.id` is given, so this trains the default. `pala presets` lists others.")
     own = run_folder.from_python(run_folder.read(command.resume)["segments"][-1]) if command.resume else ()
     if note := note_on_unused(command.config, base, *own):

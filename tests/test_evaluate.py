@@ -384,10 +384,7 @@ def test_the_best_policy_is_told_at_the_end(
     checkpoint.save_policy(cartpole_run / "best_policy.safetensors", dict(network_of(CARTPOLE).state_dict()), header)
     config = replace(CARTPOLE, evaluation=replace(CARTPOLE.evaluation, episodes=0))
     conclude(Result(cartpole_run, "completed", 1234, None, True, 0), config, Interrupt())
-    told = (
-        "best policy: mean return 3.5 over the 100 episodes of training that ended after 1,077 steps; `python -m "
-        "pala.evaluate"
-    )
+    told = "best policy: mean return 3.5 over the 100 episodes of training that ended after 1,077 steps; `pala evaluate"
     assert (told in capsys.readouterr().out) == same_game
 
 

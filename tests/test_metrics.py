@@ -360,7 +360,7 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
         assert words in text
     assert "learning rate 0.00105 = 1.5 x 0.0007 for 3 models, momentum 0.5" in text
     assert "--exchange.group" not in text
-    words = "for 9 models, momentum 0.5\n      9 models learn less from a step than"
+    words = "for 9 models, momentum 0.5\n      9 models may learn less from a step than"
     assert f"{words} 2: try `--exchange.group 5` " in header_of("pong", 0, cores=9, hosts=["a"] * 9)
     assert f"{words} 3: try `--exchange.group host` " in header_of("pong", 0, cores=9, hosts=[*"aabbbbccc"])
     assert "--exchange.group" not in header_of("pong", 0, hosts=[*"abcdefghi"])

@@ -72,7 +72,7 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
     ]
     if steps:
         lines.insert(2, f"      {steps}")
-    if advice := _advice_on_groups(config, hosts):
+    if len(hosts) >= _MANY_MODELS and (advice := _advice_on_groups(config, hosts)):
         lines.insert(3, f"      {advice}")
     if len(hosts) > job.cores:
         lines.insert(2, f"      {len(hosts)} ranks share {counted(job.cores, 'core')}")
@@ -82,15 +82,14 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
 
 
 def _advice_on_groups(config: Config, hosts: Sequence[str]) -> str:
-    """Return how the ranks could hold fewer models; empty if they hold few, or may not be in groups."""
+    """Return how the ranks could hold fewer models; empty if they do, or may not be in groups."""
     num_hosts = len(set(hosts))
     cannot = config.exchange_kind.name != "gossip" or config.run.spares or num_hosts == len(hosts)
-    if cannot or config.exchange.has_groups or len(hosts) < _MANY_MODELS:
+    if cannot or config.exchange.has_groups:
         return ""
     group, fewer = ("host", num_hosts) if num_hosts > 1 else (str((len(hosts) + 1) // 2), 2)
-    return (
-        f"{len(hosts)} models learn less from a step than {fewer}: try `--exchange.group {group}` (docs/exchanges.md)"
-    )
+    words = f"{len(hosts)} models may learn less from a step than {fewer}"
+    return f"{words}: try `--exchange.group {group}` (docs/exchanges.md)"
 
 
 def note_on_unused(config: Config, before: Config, own_env: bool = False, own_network: bool = False) -> str:
