@@ -1,4 +1,4 @@
-"""What the documentation site has beside docs/, other pages of the repository and links, and pages made from code.
+"""What the documentation site takes from elsewhere than docs/, its links, and the pages that are made from the code.
 
     python -m pip install -c constraints.txt -e '.[docs]'
     mkdocs build --strict                     # into site/; mkdocs serve shows it while you write

@@ -4,7 +4,7 @@ From the command line the same environment is played by its id, since this modul
 
     cd examples && python -m pala.train --env.id own_environment:Corridor-v0 --total-steps 20000
 
-Its run names this module, which later programs import only if told to: `python -m pala.evaluate RUN --trust-run`.
+Its run names this module, which later programs import only if told to: `pala evaluate RUN --trust-run`.
 """
 
 from __future__ import annotations
