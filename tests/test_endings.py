@@ -130,7 +130,7 @@ def test_the_last_line_has_the_last_records_of_all_ranks(
     assert job.ended_well()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("steps ")]
     episodes = [sum(record["type"] == "episode" for record in records) for records in read_run(job.run)]
-    assert min(episodes) > 0 and f"{sum(episodes)} episode" in line
+    assert min(episodes) > 0 and f" of {sum(episodes)} episode" in line
 
 
 @pytest.mark.parametrize("group", [1, 2])

@@ -75,7 +75,7 @@ def _make(num_bytes: int) -> _Made:
     """Make the file, with all its memory: a page that is not there later would kill who touches it."""
     path = ""
     try:
-        file, path = tempfile.mkstemp(prefix="pala-group-", dir=_MEMORY if _MEMORY.is_dir() else None)
+        file, path = tempfile.mkstemp(prefix="pala-", dir=_MEMORY if _MEMORY.is_dir() else None)
         try:
             os.posix_fallocate(file, 0, num_bytes)
         finally:

@@ -49,12 +49,12 @@ def names(folder: str = "") -> list[str]:
 def families() -> dict[str, tuple[list[str], str]]:
     """Return what each file of presets holds: the file's name -> (its presets' names, the first sentence of its
     comment)."""
-    found: dict[str, tuple[list[str], str]] = {}
+    members, found = _members(), dict[str, tuple[list[str], str]]()
     for file in sorted(FOLDER.glob("*.toml")):
         comment = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
         text = " ".join(line.removeprefix("# ") for line in comment)
-        members = [name for name, (family, _) in _members().items() if family == file]
-        found[file.stem] = (members or [file.stem], re.split(r"(?<=[.])\s(?=[A-Z])", text)[0])
+        names_of_file = [name for name, (family, _) in members.items() if family == file]
+        found[file.stem] = (names_of_file or [file.stem], re.split(r"(?<=[.])\s(?=[A-Z])", text)[0])
     return found
 
 
