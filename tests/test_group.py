@@ -33,7 +33,7 @@ from pala.system.errors import PalaError
 from pala.testing.faults import fail_at, fail_at_message
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
 from support.helpers import slow_but_for
-from support.memory_jobs import BATCH, ENDLESS, Trained, configure, leave_at, parameters, stop_when, stopped_well, train
+from support.memory_jobs import ENDLESS, Trained, configure, leave_at, parameters, stop_when, stopped_well, train
 
 pytestmark = pytest.mark.often(
     "test_the_ranks_of_a_group_hold_one_model",
@@ -210,7 +210,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SETTINGS[:2] + slowly(SETTINGS[2:]))
 def test_the_ranks_of_a_group_hold_one_model(settings: dict[str, Any], watch: Watch, tmp_path: Path) -> None:
     job = train(4, configure(tmp_path, steps=1200, group=2, **settings))
-    assert job.ended_well() and 1200 <= job.segment["global_steps"] < 1200 + 8 * BATCH
+    assert job.ended_well() and job.met(1200)
     assert watch.are_one(0, 1) and watch.are_one(2, 3) and not watch.are_one(0, 2)
     # All members end after the same update.
     assert watch.models[0].keys() == watch.models[1].keys() and watch.models[2].keys() == watch.models[3].keys()
@@ -367,7 +367,7 @@ def test_a_group_continues_without_its_dead(dead: list[int], mixing: str, watch:
         living = [rank for rank in group if rank not in dead]
         assert not living or watch.are_one(*living)
         assert len({len(watch.models[rank]) for rank in living}) <= 1
-    assert 2400 <= job.segment["global_steps"] < 2400 + 12 * BATCH
+    assert job.met(2400)
     leaders = {min(living) for group in ([0, 1, 2], [3, 4, 5]) if (living := [r for r in group if r not in dead])}
     if len(leaders) > 1:
         assert all(job.total("mixes", rank) for rank in leaders)
@@ -433,7 +433,7 @@ def test_ranks_of_a_group_leave(leaving: list[int], watch: Watch, tmp_path: Path
     living = [rank for rank in (0, 1, 2) if rank not in leaving]
     assert watch.are_one(3, 4, 5) and (not living or watch.are_one(*living))
     assert all(10 <= len(watch.models[rank]) <= 20 for rank in leaving)  # they ask first who stays
-    assert 2400 <= job.segment["global_steps"] < 2400 + 12 * BATCH
+    assert job.met(2400)
 
 
 def test_a_signal_and_a_callback_end_all_groups(watch: Watch, tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_a_resumed_group_begins_with_its_newest_model(tmp_path: Path, watch: Wat
     watch.models.clear()
     resumed = job.resume(4, made + 1200)
     assert resumed.ended_well() and watch.are_one(0, 1) and watch.are_one(2, 3)
-    assert made + 1200 <= resumed.segment["global_steps"] < made + 1200 + 8 * BATCH
+    assert resumed.met(made + 1200)
     first = resumed.states(first=True)
     assert torch.equal(*(parameters(first[:2]))) and not torch.equal(*(parameters(first[1:3])))
 
@@ -469,7 +469,7 @@ def test_a_run_continues_with_other_groups(
     watch.models.clear()
     other = replace(job.config, exchange=replace(job.config.exchange, group=now))
     resumed = train(4, replace(other, total_steps=made + 1200), resume=job.run)
-    assert resumed.ended_well() and made + 1200 <= resumed.segment["global_steps"] < made + 1200 + 8 * BATCH
+    assert resumed.ended_well() and resumed.met(made + 1200)
     if now == 1:
         assert not watch.models and "brought together" not in capsys.readouterr().err
     else:
@@ -518,7 +518,7 @@ def test_random_schedules(seed: int, watch: Watch, tmp_path: Path, monkeypatch: 
     job = train(ranks, config, on_count=plan.on_count)
     dead = sorted(rank for rank in range(ranks) if isinstance(job.results[rank], Killed))
     assert set(dead) <= plan.dies_at.keys() and job.ended_well(but_for=dead)
-    assert 2000 <= job.segment["global_steps"] < 2000 + 2 * ranks * BATCH
+    assert job.met(2000)
     for members in members_of(groups_of(["a"] * ranks, plan.group)):
         living = [rank for rank in members if rank not in dead]
         assert not living or watch.are_one(*living)

@@ -112,7 +112,7 @@ def test_training_completes_with_the_budget_met(kind: str, ranks: int, tmp_path:
     assert trained.ended_well()
     states = trained.states()
     made, asked = sum(saved_steps(states)), trained.config.total_steps
-    assert asked <= made < asked + 10 * ranks * BATCH
+    assert trained.met(asked)
     assert {result.global_steps for result in trained.results} == {made} == {trained.segment["global_steps"]}
     assert [result.leads for result in trained.results] == [rank == 0 for rank in range(ranks)]
     assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())

@@ -43,6 +43,7 @@ BATCH = ENVS * ROLLOUT
 COUPLED = [kind.name for kind in KINDS.values() if not kind.independent]
 OUTLIVING = [kind.name for kind in KINDS.values() if kind.outlives_ranks]
 NEEDING_ALL = [kind.name for kind in KINDS.values() if not kind.outlives_ranks]
+BEYOND = 10  # updates a rank, at most, by which a job exceeds its budget: how late ranks hear of it is the scheduler's
 ENDLESS = 10**9
 GORILA = GorilaConfig(
     replay_capacity_steps=1000, min_replay_steps=60, minibatch_size=8, target_period_updates=20, num_shards=2
@@ -136,6 +137,10 @@ class Trained:
             raise error
         assert all(result.status == "completed" for result in results)
         return self.record["completed"]
+
+    def met(self, budget: int) -> bool:
+        """Whether the last segment made its budget, and little more."""
+        return budget <= self.segment["global_steps"] < budget + BEYOND * len(self.results) * BATCH
 
     def resume(self, ranks: int, steps: int) -> Trained:
         return train(ranks, replace(self.config, total_steps=steps), resume=self.run)
