@@ -52,7 +52,7 @@ def check_one_host(comm: Communicator) -> None:
         )
 
 
-class Window:
+class BroadcastBuffers:
     """Memory that all ranks of a host see: of each some counts, which it alone writes, and its broadcast buffer."""
 
     def __init__(self, comm: Communicator, num_parameters: int, steps: int) -> None:
@@ -106,7 +106,7 @@ class SharedMemory(ModelExchange):
         graph = TOPOLOGIES[config.graph]
         self._out = list(graph.out_peers(comm.rank, everybody, 0, 0))
         self._in = [rank for rank in everybody if comm.rank in graph.out_peers(rank, everybody, 0, 0)]
-        self._window = Window(comm, parameters.numel(), start.steps_by_rank[self._rank])
+        self._buffers = BroadcastBuffers(comm, parameters.numel(), start.steps_by_rank[self._rank])
         self._deaths = comm.deaths()
         self.message_bytes = parameters.nbytes
         self._staleness = 0
@@ -133,15 +133,15 @@ class SharedMemory(ModelExchange):
             return self._final.stop
         if self.global_steps >= self._budget_steps:
             self.stop_now(Stop.BUDGET)
-        return Stop(int(self._window.stop.max()))
+        return Stop(int(self._buffers.stop.max()))
 
     def stop_now(self, reason: Stop) -> None:
-        if self._final is None and not self._window.stop.any():
-            self._window.stop[self._rank] = reason
+        if self._final is None and not self._buffers.stop.any():
+            self._buffers.stop[self._rank] = reason
 
     def after_update(self, steps: int, healthy: bool) -> bool:
         self._deaths.end_if_any()
-        self._window.steps[self._rank] += steps
+        self._buffers.steps[self._rank] += steps
         self._has_trained = True
         self._healthy = healthy
         self._is_owed = True
@@ -153,11 +153,11 @@ class SharedMemory(ModelExchange):
         return True
 
     def close(self, timeout_s: float) -> Stop:
-        known = np.array(self._window.steps, np.uint64)
+        known = np.array(self._buffers.steps, np.uint64)
         end = agree_on_end(self._comm, self.stop, known, timeout_s, self._interrupt)
         self._final = end
         if len(end.living) == self._comm.size:  # freeing waits for everybody
-            self._window.free()
+            self._buffers.free()
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
@@ -175,22 +175,22 @@ class SharedMemory(ModelExchange):
     @property
     def _steps(self) -> np.ndarray:
         """Steps of every rank, int64 or uint64 [ranks]."""
-        return self._window.steps if self._final is None else self._final.steps_by_rank
+        return self._buffers.steps if self._final is None else self._final.steps_by_rank
 
     def _write(self) -> bool:
         """Take this rank's turn at its broadcast buffer, if it has not: put its model there, or say that it has none.
         False if an out-peer has not read the last."""
-        window, rank = self._window, self._rank
+        buffers, rank = self._buffers, self._rank
         if not self._is_owed:
             return True
-        if any(window.read[peer, rank] < window.written[rank] for peer in self._out):
+        if any(buffers.read[peer, rank] < buffers.written[rank] for peer in self._out):
             return False
         if self._healthy:
-            window.models[rank].copy_(self._parameters)
+            buffers.models[rank].copy_(self._parameters)
             self._counts["models_sent"] += len(self._out)
-        window.has_model[rank] = self._healthy
-        window.fence()
-        window.written[rank] += 1
+        buffers.has_model[rank] = self._healthy
+        buffers.fence()
+        buffers.written[rank] += 1
         self._is_owed = False
         return True
 
@@ -230,13 +230,13 @@ class SharedMemory(ModelExchange):
 
     def _read(self) -> bool:
         """Take every in-peer's turn, and mix with the models among them. False if there is none."""
-        self._window.fence()
-        models = [self._window.models[peer] for peer in self._in if self._window.has_model[peer]]
+        self._buffers.fence()
+        models = [self._buffers.models[peer] for peer in self._in if self._buffers.has_model[peer]]
         if models:
             self._mix_with(reduce(torch.add, models).to(self._parameters.device), len(models))
-        self._window.fence()
+        self._buffers.fence()
         for peer in self._in:
-            self._window.read[self._rank, peer] += 1
+            self._buffers.read[self._rank, peer] += 1
         self._staleness = 0  # as if it had mixed, if no peer has a model
         return bool(models)
 
@@ -256,8 +256,8 @@ class SharedMemory(ModelExchange):
         self._counts["models_mixed"] += k
 
     def _all_written(self) -> bool:
-        window, rank = self._window, self._rank
-        return all(window.written[peer] > window.read[rank, peer] for peer in self._in)
+        buffers, rank = self._buffers, self._rank
+        return all(buffers.written[peer] > buffers.read[rank, peer] for peer in self._in)
 
     def _long_wait(self) -> LongWait:
         return LongWait(self._rank, f"the model of rank {', '.join(map(str, self._in))}")
