@@ -9,7 +9,7 @@
     trace      the timeline of a run: what its ranks do, and their messages
     compare    variants x games x rank counts x seeds, and a report
     benchmark  how fast training is on this machine
-    simulate   gossip on simulated ranks: faults, learning, speed
+    simulate   gossip on simulated ranks: learning, progress, speed
     chaos      kill, stop and slow ranks of one's own running job
     scores     the table of the 49 games from runs of Gorila
     presets    names of the presets that come with PALA

@@ -89,7 +89,7 @@ def train(trial: Trial) -> dict[str, Any]:
     learn = _on_a_network if trial.variant in _ON_A_NETWORK else _in_rounds
     learned = learn(config, trial, make)
     return trial._asdict() | {
-        "mean_height": learned.mean_height(TOTAL_STEPS),
+        "mean_height": learned.auc(TOTAL_STEPS),
         "curve": [round(height, 3) for height in learned.curve(50, TOTAL_STEPS)],
         "distance": statistics.fmean(learned.distances or [0.0]),
         "divergence": statistics.fmean(learned.divergences or [0.0]),

@@ -118,8 +118,8 @@ class Learned:
             curve.append(last)
         return curve
 
-    def mean_height(self, total_steps: int) -> float:
-        """Return the area under the curve divided by its length."""
+    def auc(self, total_steps: int) -> float:
+        """Return the area under the learning curve, divided by the curve's length: a mean return."""
         return statistics.fmean(self.curve(50, total_steps))
 
 
@@ -395,8 +395,8 @@ def parse(arguments: list[str]) -> Command:
 _Row = tuple[str, list[Learned], int]  # a method, its trainings, and their budget in steps
 
 
-def _heights(row: _Row) -> list[float]:
-    return [training.mean_height(row[2]) for training in row[1]]
+def _aucs(row: _Row) -> list[float]:
+    return [training.auc(row[2]) for training in row[1]]
 
 
 def _mean(title: str, value: Callable[[Learned], float], form: str) -> Column[_Row]:
@@ -406,8 +406,8 @@ def _mean(title: str, value: Callable[[Learned], float], form: str) -> Column[_R
 
 _COLUMNS: list[Column[_Row]] = [
     Column("method", lambda row: row[0]),
-    Column("mean height", lambda row: statistics.fmean(_heights(row)), ".1f"),
-    Column("range", lambda row: f"{min(_heights(row)):.1f}-{max(_heights(row)):.1f}"),
+    Column("AUC", lambda row: statistics.fmean(_aucs(row)), ".1f"),
+    Column("range", lambda row: f"{min(_aucs(row)):.1f}-{max(_aucs(row)):.1f}"),
     Column("last return", lambda row: statistics.fmean(each.curve(50, row[2])[-1] for each in row[1]), ".1f"),
     _mean("kept", lambda training: training.progress_kept, ".2f"),
     _mean("distance", lambda training: statistics.fmean(training.distances or [0.0]), ".4f"),
@@ -428,8 +428,7 @@ def run(arguments: list[str]) -> None:
         for seed in command.seeds:
             config = dataclasses.replace(command.config, seed=seed)
             trainings.append(learn(method, config, command.conditions))
-            height = trainings[-1].mean_height(config.total_steps)
-            print(f"PALA  {method}, seed {seed}: mean height of the curve {height:.1f}", flush=True)
+            print(f"PALA  {method}, seed {seed}: AUC {trainings[-1].auc(config.total_steps):.1f}", flush=True)
             results.append({"method": method, "seed": seed} | asdict(trainings[-1]))
             _write(command, results)  # what comes next may fail, or be stopped
         rows.append((method, trainings, command.config.total_steps))

@@ -115,7 +115,7 @@ def _train(command: Command, rate: float, seed: int, on_steps: Callable[[int], N
             f"No episode ended within {config.total_steps:,} steps, so nothing tells what was learned: raise "
             "'--total-steps', or set '--env.max-episode-steps'."
         )
-    return learned.mean_height(config.total_steps)
+    return learned.auc(config.total_steps)
 
 
 def advice(rows: list[_Row], auto: float) -> str:
