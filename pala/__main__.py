@@ -12,7 +12,7 @@
     simulate   gossip on simulated ranks: learning, progress, speed
     chaos      kill, stop and slow ranks of one's own running job
     scores     the table of the 49 games from runs of Gorila
-    presets    names of the presets that come with PALA
+    presets    the presets that come with PALA
 
 `pala PROGRAM --help` explains each program's options; `pala --version` says which PALA this is.
 """

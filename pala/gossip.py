@@ -235,10 +235,8 @@ class Gossip:
         assert self._flat is not None and self._comm is not None
         if self._has_left:
             if self._comm.outlives_ranks and exchange.living:
-                self._comm.detach()
-                from pala.comm.mpi_process import leave_job
-
-                leave_job()  # the others take this rank for dead, so its process must end without MPI_Finalize
+                self._leave(self._comm, exchange)
+                return
             while not self._has_ended:  # this MPI needs every process until the job ends
                 self._meet(exchange, None, None)
         if self._updates == 0 and exchange.stop is Stop.NONE:
@@ -255,6 +253,16 @@ class Gossip:
         self._flat.data.copy_(exchange.final_parameters(_CLOSE_S))
         self._flat.scatter()
         self._tell_changes(exchange)
+
+    def _leave(self, comm: Communicator, exchange: GossipExchange) -> None:
+        """End this rank, which the others take for dead: its process, or if it is a thread its part in the exchange."""
+        comm.detach()
+        self._stack.close()  # the trace is written
+        if self._is_mpi:
+            from pala.comm.mpi_process import leave_job
+
+            leave_job()  # without MPI_Finalize
+        exchange.abandon()
 
     def _meet(self, exchange: GossipExchange, timeout_s: float | None, where: str | None) -> bool:
         """Average with all living ranks; False if training has ended on any of them. Collective. `where`: as for

@@ -1,4 +1,4 @@
-"""The program `pala presets`: the names of the presets that come with PALA."""
+"""The program `pala presets`: the presets that come with PALA, by family or by name."""
 
 from __future__ import annotations
 

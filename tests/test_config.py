@@ -174,6 +174,16 @@ def test_an_environment_or_a_file_in_a_presets_place_is_told(preset, message):
     assert str(caught.value) == message
 
 
+def test_a_file_that_is_named_as_an_environment_is_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("trial").mkdir()
+    Path("trial/run-v2.toml").touch()
+    with pytest.raises(PalaError, match=r"'trial/run-v2' does not exist; did you mean 'trial/run-v2.toml'\?"):
+        load_preset("trial/run-v2")
+    with pytest.raises(PalaError, match=r"'\./CartPole-v1' does not exist; there are"):
+        load_preset("./CartPole-v1")
+
+
 def test_what_cannot_be_a_preset_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -357,6 +358,22 @@ def test_processes_of_pala_are_not_started_beside_another_pala(
         refuse_another_pala()
     ended = python("pala", "train", "-n", "1", "quickstart", cwd=tmp_path)
     assert ended.returncode == 2 and "take for PALA" in ended.stderr, ended.stderr
+
+
+def test_the_checkout_that_pala_was_installed_from_is_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its path has a space, or leads through a link."""
+    checkout, link = tmp_path / "my work", tmp_path / "link"
+    (checkout / "pala").mkdir(parents=True)
+    (checkout / "pala/__init__.py").touch()
+    link.symlink_to(checkout)
+    monkeypatch.chdir(checkout)
+    for url in (checkout.as_uri(), link.as_uri()):
+        installed = SimpleNamespace(read_text=lambda name, url=url: json.dumps({"url": url}))
+        monkeypatch.setattr("importlib.metadata.distribution", lambda name, installed=installed: installed)
+        refuse_another_pala()
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: SimpleNamespace(read_text=lambda name: None))
+    with pytest.raises(PalaError, match="take for PALA"):
+        refuse_another_pala()
 
 
 # ---- sizes and text --------------------------------------------------------------------------------------------------

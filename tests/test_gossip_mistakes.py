@@ -152,6 +152,7 @@ def test_another_model_or_type_of_settings_on_one_rank() -> None:
         (torch.optim.SGD([torch.zeros(1)]), {}, "The model is a SGD: give a torch module"),
         (nn.LazyLinear(2), {}, "call the model once"),
         ([tensor := torch.zeros(3), tensor.view(3)], {}, "'tensor 1' and 'tensor 0' .* same memory"),
+        (torch.zeros(2, 3), {}, "The model is one tensor: give it in a list"),
         (zeros(), {"every": 0}, "'every' is 0"),
         (zeros(), {"momentum": 1.0}, "momentum"),
         (zeros(), {"topology": 3}, "'topology' is 3, but must be one of 'auto', 'random'"),

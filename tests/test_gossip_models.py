@@ -207,6 +207,19 @@ def test_a_rank_that_has_left_takes_part_in_averages() -> None:
     assert results[2][-1] == results[0][-1]
 
 
+def test_a_rank_that_leaves_a_job_that_outlives_it_returns_with_its_own_model() -> None:
+    def main(comm: MemoryCommunicator) -> tuple[float, int]:
+        model = zeros()
+        with Gossip(model, total_steps=300, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                gossip.after_update(steps=1)
+        return float(model.weight.detach().sum()), gossip.global_steps
+
+    staying, also_staying, left = run_ranks(3, main, [leave_at(2, 10)])
+    assert staying == also_staying and staying[1] >= 300 > left[1]
+
+
 def test_a_signal_to_a_rank_ends_those_that_average() -> None:
     results = on_ranks(3, averaging, signal_at(1, 25))
     assert len({tuple(result) for result in results}) == 1 and len(results[0]) == 3

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import random
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGUSR1
@@ -20,7 +22,7 @@ from gymnasium.spaces import Box, Discrete
 
 from pala.a2c.learner import Learner
 from pala.a2c.update import A2C, Rollout
-from pala.comm.mapped_file import share
+from pala.comm.mapped_file import MappedFile, _Made, share
 from pala.config import A2CConfig, Config, ExchangeConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.config.checks import check
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
@@ -29,7 +31,7 @@ from pala.exchange.grouped import GroupedGossip
 from pala.exchange.groups import check_groups, described, groups_of, members_of
 from pala.networks.network import ActorCritic, FlatParameters
 from pala.networks.tape import AutogradTape
-from pala.system.errors import PalaError
+from pala.system.errors import EndError, PalaError
 from pala.testing.faults import fail_at, fail_at_message
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
 from support.helpers import slow_but_for
@@ -116,36 +118,84 @@ def test_the_lowest_that_lives_leads() -> None:
 # ---- the memory of a group -------------------------------------------------------------------------------------------
 
 
-def test_ranks_share_a_file_that_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def open_blocks() -> list[str]:
+    """Shared blocks whose descriptors this process has open; what is mapped alone goes with its last rank."""
+    names = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it has been closed since
+            names.append(str(link.readlink()))
+    return [name for name in names if "memfd:pala" in name]
+
+
+def test_ranks_share_a_file_that_has_no_name() -> None:
     def main(comm: MemoryCommunicator) -> list[int]:
         block = share(comm, 4096, [0, 2] if comm.rank in (0, 2) else [1])
         block.data[comm.rank] = comm.rank + 1
         block.fence()
         comm.barrier()
-        seen = block.data[:3].tolist()
-        block.free()
-        return seen
+        return block.data[:3].tolist()
 
-    monkeypatch.setattr("pala.comm.mapped_file._MEMORY", tmp_path)  # not where the groups of other tests are
     assert run_ranks(3, main) == [[1, 0, 3], [0, 2, 0], [1, 0, 3]]
-    assert not list(tmp_path.iterdir())
+    assert open_blocks() == []
 
 
-@pytest.mark.parametrize("is_full", [True, False])
+def test_a_rank_that_dies_as_memory_is_shared_leaves_none() -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        if comm.rank == 1:
+            raise Killed
+        share(comm, 2**20, [0, 1])
+
+    error = run_ranks(2, main)[0]
+    assert isinstance(error, EndError) and open_blocks() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "1 MiB of memory cannot be shared with ranks of this host: No space left on device."),
+        (errno.ENOENT, "they are in containers apart"),
+        (errno.EMFILE, "1 MiB of memory cannot be shared with ranks of this host: Too many open files."),
+    ],
+)
 def test_a_group_without_memory_in_common_ends_with_a_sentence(
-    is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is too little of it, or one rank does not see the other's, as in containers apart."""
+    """There is too little of it, one rank does not see the other's, as in containers apart, or something else."""
 
     def fail(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC if is_full else errno.ENOENT, "no")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(f"pala.comm.mapped_file.{'os.posix_fallocate' if is_full else 'mmap.mmap'}", fail)
-    monkeypatch.setattr("pala.comm.mapped_file._MEMORY", tmp_path)
+    place = "os.posix_fallocate" if number == errno.ENOSPC else "mmap.mmap"
+    monkeypatch.setattr(f"pala.comm.mapped_file.{place}", fail)
     errors = run_ranks(2, lambda comm: share(comm, 2**20, [0, 1]))
-    words = "cannot share 1 MiB of memory with ranks of its host" if is_full else "they are in containers apart"
-    assert all(isinstance(error, PalaError) and words in str(error) for error in errors)
-    assert list(tmp_path.iterdir()) == []
+    assert all(isinstance(error, PalaError) and words in str(error) for error in errors), errors
+    assert open_blocks() == []
+
+
+def test_a_file_of_another_process_with_the_same_number_is_not_taken() -> None:
+    """As where ranks in containers apart number their processes alike."""
+    file = os.memfd_create("other")
+    try:
+        with pytest.raises(FileNotFoundError, match="it is another file"):
+            MappedFile(_Made(f"/proc/{os.getpid()}/fd/{file}", inode=os.fstat(file).st_ino + 1), 1)
+    finally:
+        os.close(file)
+
+
+def test_a_gradient_that_is_not_finite_is_known_of_its_update() -> None:
+    """A member may look when another has already arrived at the next update."""
+
+    def main(comm: MemoryCommunicator) -> list[list[int]]:
+        memory, seen = GroupMemory(comm, [0, 1], num_parameters=2), []
+        for update, guilty in enumerate([[0], [], [1], [0, 1], []], start=1):
+            memory.arrive(update, torch.zeros(2), comm.rank not in guilty, heard=0)
+            comm.barrier()
+            seen += [memory.not_finite(number, [0, 1]) for number in range(max(update - 1, 1), update + 1)]
+            comm.barrier()
+        return seen
+
+    expected = [[0], [0], [], [], [1], [1], [0, 1], [0, 1], []]
+    assert run_ranks(2, main) == [expected] * 2
 
 
 # ---- one model in a group --------------------------------------------------------------------------------------------

@@ -347,12 +347,12 @@ def test_the_time_that_is_left_is_told_once_it_is_known(run, capsys):
 
 
 def test_the_first_lines_say_what_is_trained(tmp_path):
-    def header_of(preset, steps_made, cores=6, hosts=("node1", "node1", "node2")):
+    def header_of(preset, steps_made, cores=6, hosts=("node1", "node1", "node2"), group=1):
         job = SimpleNamespace(hosts=list(hosts), num_trainers=len(hosts), threads=2, cores=cores)
-        agent = SimpleNamespace(
-            config=load_preset(preset), start=ExchangeState([steps_made]), device="cpu",
-            flat=SimpleNamespace(num_learned=866_439),
-        )  # fmt: skip
+        config = load_preset(preset)
+        config = replace(config, exchange=replace(config.exchange, group=group))
+        flat = SimpleNamespace(num_learned=866_439)
+        agent = SimpleNamespace(config=config, start=ExchangeState([steps_made]), device="cpu", flat=flat)
         return header(job, agent, SimpleNamespace(folder=Path("runs/r")))
 
     text = header_of("pong", steps_made=1000)
@@ -365,6 +365,8 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
     assert f"{words} 3: try `--exchange.group host` " in header_of("pong", 0, cores=9, hosts=[*"aabbbbccc"])
     assert "--exchange.group" not in header_of("pong", 0, hosts=[*"abcdefghi"])
     assert "learning rate 0.0007 = 1 x 0.0007 for 1 model, momentum 0.5" in header_of("allreduce/pong", 0)
+    grouped = header_of("pong", 0, hosts=["a"] * 6, group=2)
+    assert "3 groups, each with one model" in grouped and "learning rate 0.00105 = 1.5 x 0.0007 for 3 models" in grouped
     assert "learning rate 0.0014\n" in header_of("gala/pong", 0)
     assert "2,500,000 steps over all ranks, 1,000 of them made before" in text
     done = header_of("pong", steps_made=2_500_160)

@@ -209,10 +209,6 @@ class SharedBlock(abc.ABC):
     def fence(self) -> None:
         """Make earlier writes visible to others before later ones."""
 
-    @abc.abstractmethod
-    def free(self) -> None:
-        """Give the memory back; after that the array must not be used. Collective for those that share it."""
-
 
 class Survivors(abc.ABC):
     """The living ranks, inside `Communicator.with_survivors`, whose time limit holds here, too. Every method is

@@ -1,39 +1,40 @@
-"""Memory that some ranks of a host share, as a file that all have mapped and that has no name any more.
+"""Memory that some ranks of a host share: a file in memory without a name, which all have mapped.
 
-It outlives each of the ranks, and needs no MPI: Open MPI warns that its windows may crash or deadlock when a rank dies.
+It outlives each of the ranks, goes with the last, whatever that dies of, and needs no room in /dev/shm and no MPI:
+Open MPI warns that its windows may crash or deadlock when a rank dies.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
-import tempfile
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from pala.comm.base import Communicator, SharedBlock
 from pala.system.errors import PalaError, reason
 
-_MEMORY = Path("/dev/shm")  # a file system in memory, on Linux
-
 
 class _Made(NamedTuple):
     """A new file, or the reason why there is none."""
 
-    path: str = ""
+    path: str = ""  # by which this host's processes find it, while its maker has it open
+    inode: int = 0
     fault: str = ""
 
 
 class MappedFile(SharedBlock):
     """A block whose file `share` has made."""
 
-    def __init__(self, path: str, num_bytes: int) -> None:
+    def __init__(self, made: _Made, num_bytes: int) -> None:
         import numpy as np  # not loaded yet when MPI starts: see `resources.prepare`
 
-        with open(path, "r+b") as file:
+        with open(made.path, "r+b") as file:
+            if os.fstat(file.fileno()).st_ino != made.inode:  # of another process with this number
+                raise FileNotFoundError(errno.ENOENT, "it is another file")
             self.data = np.frombuffer(mmap.mmap(file.fileno(), num_bytes), np.uint8)
         self._lock = threading.Lock()
 
@@ -43,46 +44,49 @@ class MappedFile(SharedBlock):
             with self._lock:
                 pass
 
-    def free(self) -> None:
-        """Forget the array, with which the memory goes when all ranks have done so. Not collective."""
-        del self.data
-
 
 def share(comm: Communicator, num_bytes: int, among: Sequence[int]) -> MappedFile:
     """Return memory of zeros that the ranks `among` share, this one too. Collective. Raises PalaError."""
-    made = comm.allgather(_make(num_bytes) if comm.rank == among[0] else _Made())[among[0]]
-    block, fault = None, made.fault
-    if not fault:
-        try:
-            block = MappedFile(made.path, num_bytes)
-        except OSError as error:
-            fault = (
-                f"it is on host {comm.host} as rank {among[0]} is, but does not see that rank's {made.path} "
-                f"({reason(error)}): they are in containers apart"
-            )
-    comm.barrier()
-    if comm.rank == among[0] and made.path:
-        Path(made.path).unlink()
+    first = among[0]
+    with _made(num_bytes if comm.rank == first else 0) as mine:
+        made = comm.allgather(mine)[first]
+        block, fault = None, made.fault
+        if not fault:
+            try:
+                block = MappedFile(made, num_bytes)
+            except FileNotFoundError as error:
+                fault = (
+                    f"this rank does not see rank {first}'s {made.path} ({reason(error)}), though both are on host "
+                    f"{comm.host}: they are in containers apart. Start all ranks of a host in one"
+                )
+            except OSError as error:
+                fault = reason(error)
+        comm.barrier()
     if block is None:
-        raise PalaError(
-            f"rank {comm.rank} cannot share {num_bytes / 2**20:.0f} MiB of memory with ranks of its host: "
-            f"{fault}. In a container give it more (`--shm-size`); see `df /dev/shm`."
-        )
+        raise PalaError(f"{_size(num_bytes)} of memory cannot be shared with ranks of this host: {fault}.")
     return block
 
 
-def _make(num_bytes: int) -> _Made:
-    """Make the file, with all its memory: a page that is not there later would kill who touches it."""
-    path = ""
+@contextmanager
+def _made(num_bytes: int) -> Iterator[_Made]:
+    """Make the file, with all its memory: a page that is not there later would kill who touches it. Without `num_bytes`
+    make none."""
+    if not num_bytes:
+        yield _Made()
+        return
+    file = -1
     try:
-        file, path = tempfile.mkstemp(prefix="pala-", dir=_MEMORY if _MEMORY.is_dir() else None)
         try:
+            file = os.memfd_create("pala")
             os.posix_fallocate(file, 0, num_bytes)
-        finally:
+            made = _Made(f"/proc/{os.getpid()}/fd/{file}", os.fstat(file).st_ino)
+        except OSError as error:
+            made = _Made(fault=reason(error))
+        yield made
+    finally:
+        if file >= 0:
             os.close(file)
-    except OSError as error:
-        if path:
-            with suppress(OSError):
-                Path(path).unlink()
-        return _Made(fault=reason(error))
-    return _Made(path)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.0f} KiB"

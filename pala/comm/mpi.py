@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivors, Transport
 from pala.comm.mapped_file import share
-from pala.comm.roll_call import RollCall
+from pala.comm.roll_call import roll_call_of
 from pala.comm.ulfm import Barrier, MpiDeaths, is_death
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
@@ -56,7 +56,7 @@ class MpiCommunicator(Communicator):
         self.size = comm.size
         self.host = MPI.Get_processor_name()
         self._interrupt = Interrupt()
-        self._roll_call = RollCall(comm)
+        self._roll_call = roll_call_of(comm)
 
     def watch_signals(self, interrupt: Interrupt) -> None:
         self._interrupt = interrupt

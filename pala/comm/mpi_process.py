@@ -158,11 +158,11 @@ def _finalize_at_exit() -> None:
     from mpi4py import MPI
 
     from pala.comm.mpi import MpiCommunicator
-    from pala.comm.roll_call import take_rest
+    from pala.comm.roll_call import roll_call_of
 
     if not MPI.Is_finalized() and not _had_spares and MpiCommunicator(MPI.COMM_WORLD).num_dead == 0:
         if not can_survive():
-            take_rest(MPI.COMM_WORLD)
+            roll_call_of(MPI.COMM_WORLD).take_rest()
         MPI.Finalize()
 
 
@@ -210,7 +210,7 @@ def close_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
     """
     from mpi4py import MPI
 
-    from pala.comm.roll_call import take_rest
+    from pala.comm.roll_call import roll_call_of
     from pala.comm.ulfm import Barrier
 
     try:
@@ -222,7 +222,7 @@ def close_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
         return _exit_at_once
     faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # a rank may still die now
     if not can_survive():
-        take_rest(comm.mpi)
+        roll_call_of(comm.mpi).take_rest()
     MPI.Finalize()
     faulthandler.cancel_dump_traceback_later()
     return sys.exit

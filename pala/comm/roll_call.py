@@ -6,6 +6,7 @@ wait says who has not told. Nothing is sent where nobody waits for long.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -18,9 +19,6 @@ _TAG = 4  # of the world's communicator, as in `reach.py`; the data proxy has on
 _NUMBER_BYTES = 8
 _MOST_TOLD = 64  # ranks that are told; above that not all need to know
 
-_num_told: Counter[int] = Counter()  # times that this process has told all others, by communicator
-_taken: Counter[tuple[int, int]] = Counter()  # what it has received, by communicator and rank
-
 
 class RollCall:
     """The barriers of a communicator, counted, and who is known to wait in the present one."""
@@ -28,6 +26,8 @@ class RollCall:
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm, self.rank = comm, comm.rank
         self._number = 0
+        self._num_told = 0  # times that this rank has told all others
+        self._taken = Counter[int]()  # what it has received, by rank
         self._reached: dict[int, int] = {}  # the latest barrier that each other rank has told of
         self._told: list[MPI.Request] = []
 
@@ -45,7 +45,7 @@ class RollCall:
     def tell(self) -> None:
         """Tell the other ranks that this one waits."""
         number = self._number.to_bytes(_NUMBER_BYTES, "little")
-        _num_told[self._comm.py2f()] += 1
+        self._num_told += 1
         with suppress(MPI.Exception):  # of a rank that is dead: the barrier itself will say so
             others = [rank for rank in range(min(self._comm.size, _MOST_TOLD)) if rank != self.rank]
             self._told += [self._comm.Isend(bytearray(number), rank, _TAG) for rank in others]
@@ -58,11 +58,21 @@ class RollCall:
             with suppress(MPI.Exception):  # of a rank that is dead
                 while self._comm.Iprobe(rank, _TAG):
                     self._comm.Recv(number, rank, _TAG)
-                    _taken[self._comm.py2f(), rank] += 1
+                    self._taken[rank] += 1
                     self._reached[rank] = int.from_bytes(number, "little")
         if self.rank >= _MOST_TOLD:
             return []
         return [rank for rank in range(self._comm.size) if not self._waits(rank) and rank != self.rank]
+
+    def take_rest(self) -> None:
+        """Receive what other ranks have told and this one has not read: MPICH fails to end with messages that nobody
+        took. Collective, and no rank may have died."""
+        told = self._comm.allgather(self._num_told)
+        others = [rank for rank in range(self._comm.size) if rank != self.rank] if self.rank < _MOST_TOLD else []
+        for rank in others:
+            for _ in range(told[rank] - self._taken[rank]):
+                self._comm.Recv(bytearray(_NUMBER_BYTES), rank, _TAG)
+            self._taken[rank] = told[rank]
 
     def is_first(self) -> bool:
         """Return whether no lower rank has told that it waits, as far as `missing` has heard."""
@@ -72,16 +82,20 @@ class RollCall:
         return self._reached.get(rank, 0) >= self._number
 
 
-def take_rest(comm: MPI.Comm) -> None:
-    """Receive what other ranks have told and this one has not read: MPICH fails to end with messages that nobody took.
-    Collective, and no rank may have died."""
-    handle = comm.py2f()
-    told = comm.allgather(_num_told[handle])
-    others = [rank for rank in range(comm.size) if rank != comm.rank] if comm.rank < _MOST_TOLD else []
-    for rank in others:
-        for _ in range(told[rank] - _taken[handle, rank]):
-            comm.Recv(bytearray(_NUMBER_BYTES), rank, _TAG)
-        _taken[handle, rank] = told[rank]
+def roll_call_of(comm: MPI.Comm) -> RollCall:
+    """Return the roll call of a communicator, which lasts as long as that: what was told in one training may be read in
+    the next."""
+    call = comm.Get_attr(_key())
+    if not isinstance(call, RollCall):
+        call = RollCall(comm)
+        comm.Set_attr(_key(), call)
+    return call
+
+
+@functools.cache
+def _key() -> int:
+    """Return the key by which a communicator holds its roll call."""
+    return MPI.Comm.Create_keyval()
 
 
 class _Wait(WaitForRanks):

@@ -31,7 +31,7 @@ else:
 
 FOLDER = Path(__file__).parents[1] / "configs"
 COMPARISONS = "compare"  # folder of presets of another kind, that of pala.compare
-_ENV_ID = re.compile(r"([\w.]+:)?[\w./-]+-v\d+(\(.*\))?")  # as Gymnasium's are
+_ENV_ID = re.compile(r"([\w.]+:)?([\w-]+/)?[\w-]+-v\d+(\(.*\))?")  # as Gymnasium's are
 _PLAIN_FAMILY = "atari"  # the family whose games go by their own name
 
 
@@ -89,8 +89,8 @@ def _locate(preset: str | Path, folder: str = "") -> tuple[Path, str]:
     if (path / "run.json").exists():
         raise PalaError(f"'{preset}' is the folder of a run, not a preset; go on with it by `--resume`.")
     if not path.name:
-        raise PalaError(f"Preset '{preset}' is neither a file nor a name; `pala presets` lists the names.")
-    if not folder and _ENV_ID.fullmatch(str(preset)):
+        raise PalaError(f"Preset '{preset}' is neither a file nor a name; `pala presets` lists the names, by family.")
+    if not folder and _ENV_ID.fullmatch(str(preset)) and not Path(f"{preset}.toml").exists():
         raise PalaError(f"Preset '{preset}' does not exist; did you mean `--env.id {shlex.quote(str(preset))}`?")
     raise PalaError(f"Preset '{preset}' does not exist{_guess(path, folder)}")
 

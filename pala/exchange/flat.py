@@ -30,6 +30,8 @@ def named_tensors(model: nn.Module | Iterable[Tensor]) -> tuple[Named, Named]:
         kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         named = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) in kept]
         buffers = [(name, buffer) for name, buffer in named if buffer.is_floating_point()]
+    elif isinstance(model, Tensor):
+        raise PalaError("The model is one tensor: give it in a list, [tensor].")
     elif isinstance(model, Iterable):
         parameters = [(f"tensor {number}", tensor) for number, tensor in enumerate(model)]
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pala.comm.base import Communicator
 
-_ARRIVED, _REDUCED, _ENDS, _HEARD, _NOT_FINITE, _LEFT = range(6)  # of a member
+_ARRIVED, _REDUCED, _ENDS, _HEARD, _LEFT, _NOT_FINITE = range(6)  # of a member; the last is of even updates, then odd
 _DECIDED, _DECIDED_STOP, _PUBLISHED, _PUBLISHED_STOP, _CHANGED, _WAS_HEALTHY, _FINITE = range(7)  # of the head
 _COLUMNS = 7
 
@@ -56,7 +56,7 @@ class GroupMemory:
         """Bring this rank's gradient to an update. `heard`: the reason to end of which it has been told, or 0."""
         own = self._place[self._rank]
         self._gradients[own].copy_(gradient)
-        self._members[own, _NOT_FINITE] = not is_finite
+        self._members[own, _NOT_FINITE + update % 2] = not is_finite
         self._members[own, _HEARD] = heard
         self._announce(self._members[own], _ARRIVED, update)
 
@@ -84,9 +84,10 @@ class GroupMemory:
         """Return whether a member has left."""
         return bool(self._members[self._place[rank], _LEFT])
 
-    def not_finite(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of the members whose gradients of this update are not finite."""
-        return [rank for rank in ranks if self._members[self._place[rank], _NOT_FINITE]]
+    def not_finite(self, update: int, ranks: Sequence[int]) -> list[int]:
+        """Return those of the members whose gradients of the update are not finite, though some may have arrived at the
+        next."""
+        return [rank for rank in ranks if self._members[self._place[rank], _NOT_FINITE + update % 2]]
 
     # ---- what the leader says --------------------------------------------------------------------------------------
 

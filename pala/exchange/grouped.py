@@ -148,7 +148,7 @@ class GroupedGossip(GossipExchange):
             memory.reduce_slice(self._update, rank, self._members)
             self._wait_for_group(self._is_reduced, "the mean of its group's gradients")
             gradient.copy_(memory.mean)
-        guilty = memory.not_finite(self._members)
+        guilty = memory.not_finite(self._update, self._members)
         self.culprits = () if rank in guilty else guilty
         return True
 

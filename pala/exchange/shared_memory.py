@@ -74,10 +74,6 @@ class BroadcastBuffers:
         """Let others see what was written before earlier than what is written after."""
         self._block.fence()
 
-    def free(self) -> None:
-        """Give the memory back. The arrays must not be used any more. Collective."""
-        self._block.free()
-
 
 class SharedMemory(ModelExchange):
     """One broadcast buffer a rank; whoever reads it says so before it is written again."""
@@ -156,8 +152,6 @@ class SharedMemory(ModelExchange):
         known = np.array(self._buffers.steps, np.uint64)
         end = agree_on_end(self._comm, self.stop, known, timeout_s, self._interrupt)
         self._final = end
-        if len(end.living) == self._comm.size:  # freeing waits for everybody
-            self._buffers.free()
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:

@@ -59,7 +59,7 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
     algorithm, threads = ALGORITHMS[config.algorithm], counted(job.threads, "thread")
     learns = algorithm.note_on_begin(config) if steps_made == 0 else ""  # later it depends on what is left
     groups = groups_of(hosts, config.exchange.group)
-    steps = algorithm.step_length(config, 1 if config.exchange_kind.averages_gradients else len(groups))
+    steps = algorithm.step_length(config, 1 if config.exchange_kind.averages_gradients else len({*groups}))
     made = f", {steps_made:,} of them made before" * (steps_made > 0)
     if steps_made >= config.total_steps:
         made = f", and {steps_made:,} were made before: none is left to train (a larger `--total-steps` goes on)"

@@ -50,7 +50,9 @@ def refuse_another_pala() -> None:
     """Raise PalaError if the working directory holds another `pala`, which `python -m pala.train` there would execute.
 
     To be called before such processes are started. The checkout that PALA was installed from is no other."""
+    import json
     from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import unquote, urlsplit
 
     from pala.system.errors import PalaError
 
@@ -59,10 +61,11 @@ def refuse_another_pala() -> None:
     if not others or os.path.realpath(os.path.join(__file__, "../../..")) == here:  # noqa: PTH118
         return
     try:
-        source = distribution("pala").read_text("direct_url.json") or ""
-    except PackageNotFoundError:
+        source = json.loads(distribution("pala").read_text("direct_url.json") or "{}").get("url", "")
+    except (PackageNotFoundError, ValueError):
         source = ""
-    if f'"file://{here}"' not in source:
+    checkout = unquote(urlsplit(source).path)
+    if not checkout or os.path.realpath(checkout) != here:
         raise PalaError(
             f"The current folder holds '{others[0]}', which Python would take for PALA; start this in another folder."
         )

@@ -219,9 +219,6 @@ class _Array(SharedBlock):
         """Let a rank that is dead write nothing more; the interpreter's lock orders what its threads write."""
         self._comm.end_if_dead()
 
-    def free(self) -> None:
-        """Do nothing: the array lives as long as it is referred to."""
-
 
 class MemoryCommunicator(Communicator):
     """The communicator of ranks that are threads. `interrupt` is this rank's: a test sets its `signal`, as the kernel

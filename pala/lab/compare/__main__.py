@@ -67,7 +67,8 @@ class Command:
 
 def compare(command: Command) -> list[Planned]:
     """Run, collect and report; returns the runs that failed. Raises PalaError."""
-    refuse_another_pala()
+    if not (command.report_only or command.gather or command.dry_run):
+        refuse_another_pala()
     if command.preset is None:
         raise PalaError("Name a preset, such as `pong`; `--help` explains the options.")
     ways = [f"--{way.replace('_', '-')}" for way in ("report_only", "submit", "gather") if getattr(command, way)]
