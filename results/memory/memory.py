@@ -1,8 +1,8 @@
 """What a memory gives and costs: a T-maze, CartPole without velocities, ranks side by side, and the speed on Atari.
 
     python results/memory/memory.py maze lstm 1          # task, variant (lstm, gru, none), seed
-    mpirun -np 2 python results/memory/memory.py maze lstm 1 gossip 120000       # exchange, steps
-    mpirun -np 2 python results/memory/memory.py maze lstm 1 allreduce 120000
+    mpirun -np 2 python results/memory/memory.py maze lstm 1 gossip 160000       # exchange, steps
+    mpirun -np 2 python results/memory/memory.py maze lstm 1 allreduce 160000
     python results/memory/memory.py cartpole lstm 1
     python results/memory/memory.py speed                # interleaved rounds of each variant on Pong
 
@@ -33,7 +33,7 @@ from pala.run import run_folder
 
 HERE = Path(__file__).resolve().parent
 TMaze = runpy.run_path(str(HERE.parents[1] / "examples/t_maze.py"))["TMaze"]
-STEPS = {"maze": 40_000, "cartpole": 100_000}
+STEPS = {"maze": 80_000, "cartpole": 100_000}
 INTERVALS = 10  # numbers of a curve
 SPEED_ROUNDS = 6
 SPEED_UPDATES = 10
@@ -79,7 +79,7 @@ def train(task: str, memory: Any, seed: int, exchange: Any = "gossip", steps: in
     steps = steps or STEPS[task]
     config = Config(
         total_steps=steps, seed=seed, env=EnvConfig(f"{task}-{memory}"), network=NetworkConfig(memory=memory),
-        a2c=A2CConfig(rollout_steps=20, learning_rate=1e-3), exchange=ExchangeConfig(exchange),
+        a2c=A2CConfig(rollout_steps=20), exchange=ExchangeConfig(exchange),
         run=RunConfig(dir=os.environ.get("MEMORY_RUNS", "runs"), console="none", threads=1, tensorboard=False),
         evaluation=EvaluationConfig(episodes=100 if task == "maze" else 30),
     )  # fmt: skip
@@ -96,6 +96,7 @@ def train(task: str, memory: Any, seed: int, exchange: Any = "gossip", steps: in
             "memory": memory,
             "seed": seed,
             "exchange": exchange,
+            "learning_rate": config.a2c.learning_rate,
             "ranks": segment["ranks"],
             "steps": result.global_steps,
             "mean_return": result.evaluation.mean_return,
