@@ -470,7 +470,7 @@ def test_what_takes_too_long_is_ended_with_a_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_only_the_newest_limit_counts(tmp_path: Path) -> None:
-    process = watched(tmp_path, first=1, second=1000, work=1.5)
+    process = watched(tmp_path, first=3, second=1000, work=3.5)
     assert process.communicate(timeout=60) == ("ready\n", "") and process.returncode == 0
 
 

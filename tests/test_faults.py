@@ -642,7 +642,7 @@ def test_a_job_outlives_the_processes_of_its_environments(any_mpi: Launcher, tmp
     (tmp_path / "counted.py").write_text(COUNTED)
     job = any_mpi.start_train(
         2, *CARTPOLE, "--run.name", "r", "--env.id", "counted:Counted-v0", "--env.vectorization", "async",
-        "--env.num-envs", str(num_envs), "--total-steps", "12000", cwd=tmp_path,
+        "--env.num-envs", str(num_envs), "--total-steps", "24000", cwd=tmp_path,
         env={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from pala.system.errors import PalaError
 from pala.testing.faults import fail_at_message
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
-from support.gossip_loops import add, on_ranks, train, zeros
+from support.gossip_loops import add, on_ranks, run_together, train, zeros
 from support.mpi import Launcher
 
 
@@ -198,7 +198,7 @@ def test_an_exception_inside_the_block_is_raised_and_the_others_go_on() -> None:
                 gossip.after_update(steps=1)
         return gossip.global_steps
 
-    first, *others = run_ranks(3, main)
+    first, *others = run_together(3, main)
     assert isinstance(first, ValueError)
     assert others[0] == others[1] >= 200
 

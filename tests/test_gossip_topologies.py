@@ -14,7 +14,7 @@ from pala.gossip import Gossip
 from pala.system.errors import PalaError
 from pala.testing import fail_at, run_ranks
 from pala.testing.memory import MemoryCommunicator
-from support.gossip_loops import on_ranks, train, zeros
+from support.gossip_loops import on_ranks, run_together, train, zeros
 
 networkx = pytest.importorskip("networkx")
 
@@ -142,7 +142,7 @@ def test_a_functions_late_mistake_ends_its_rank_with_a_sentence() -> None:
     def sometimes(rank: int, living: Sequence[int], round_: int) -> int:
         return 99 if round_ == 80 and rank == 1 else hypercube(rank, living, round_)
 
-    results = run_ranks(3, lambda comm: train(comm, total_steps=2000, topology=sometimes))
+    results = run_together(3, lambda comm: train(comm, total_steps=2000, topology=sometimes))
     assert isinstance(results[1], PalaError) and "gave 99 for rank 1 in round 80" in str(results[1])
     assert results[0][1].global_steps >= 2000
 

@@ -93,7 +93,7 @@ def test_a_leader_leaves_and_a_stopped_member_stops_its_group_alone(any_mpi: Lau
     time.sleep(1.0)
     made, used_s = local_steps(run), processor_seconds(pids[2])
     wait_for(lambda: local_steps(run)[1] - made[1] > 2000, what="the other group's steps")
-    assert local_steps(run)[2] - made[2] <= 40
+    assert local_steps(run)[2] - made[2] <= 200
     assert processor_seconds(pids[2]) - used_s < 1.0 + 0.2 * 60  # asleep: it looks 2,000 times a second at most
     os.kill(pids[3], signal.SIGCONT)
     wait_for(lambda: local_steps(run)[2] - made[2] > 1000, what="steps of the group that was stopped")

@@ -500,7 +500,7 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, m
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
     job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
-    assert 5 * BATCH < saved_steps(job.states())[0] < 20 * BATCH and job.segment["global_steps"] == sum(
+    assert 5 * BATCH < saved_steps(job.states())[0] < 25 * BATCH and job.segment["global_steps"] == sum(
         saved_steps(job.states())
     )
     others = job.states()[1:]

@@ -46,7 +46,7 @@ from support.memory_jobs import (
 @pytest.mark.parametrize(("ranks", "config"), [(1, replace(GORILA, num_shards=1)), (3, GORILA), (6, SEPARATE)])
 def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, tmp_path: Path) -> None:
     trained = train(ranks, gorila(tmp_path, config))
-    beyond = 300 if config.roles == "separate" else 100  # who is told nothing acts twice as long
+    beyond = 400 if config.roles == "separate" else 100  # who is told nothing acts twice as long
     assert trained.ended_well() and 400 <= trained.results[0].global_steps < 400 + beyond
     assert trained.fields() == {metric.name for metric in METRICS if metric.is_of("gorila")} - {"info_KEY"}
     states = trained.states()

@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -239,10 +240,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    with contextlib.suppress(OSError), open(disk / "filler", "wb") as filler:
-        while True:
-            filler.write(b"x" * 4096)
-            filler.flush()
+    """Fill it, also with the room that a rank gives back which is just saving: its older file goes when the newer is
+    whole."""
+    with open(disk / "filler", "wb", buffering=0) as filler:
+        for _ in range(40):  # 0.8 s: a rank saves every 0.3 s
+            with contextlib.suppress(OSError):
+                while filler.write(b"x" * 4096):
+                    pass
+            time.sleep(0.02)
 
 
 @pytest.mark.slow

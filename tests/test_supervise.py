@@ -127,7 +127,7 @@ def test_a_run_whose_folder_is_deleted_was_trained(
 
     def deleted(of: Scripted) -> int:
         attempt(100, 1)(of)
-        with job_of("sleep", "0.4") as job:
+        with job_of("sleep", "2") as job:
             of._end_if_it_does_not_end(job, EndWatch(of.run, 0))
         shutil.rmtree(of.run)
         return 1
@@ -391,7 +391,7 @@ def test_a_launcher_that_ignores_signals_is_killed_with_the_programs_that_it_use
 @pytest.mark.parametrize("hears", [False, True])
 def test_a_job_hears_a_schedulers_signal_only_if_it_is_to(there: Path, hears: bool) -> None:
     with job_of("sleep", "60", hears_sigterm=hears) as job:
-        assert job.end(signal.SIGTERM, patience_s=0.3) == hears
+        assert job.end(signal.SIGTERM, patience_s=60.0 if hears else 0.3) == hears
 
 
 # ---- beside another supervisor, or a job that one has left -----------------------------------------------------------
@@ -476,7 +476,7 @@ def test_whom_a_long_start_waits_for_is_said(there: Path, monkeypatch: pytest.Mo
     with job_of("sleep", "60") as job:
         monkeypatch.setattr(supervise, "log", lambda text: (said.append(text), job.kill()))
         Scripted(["--run.name", "r"], [])._end_if_it_does_not_start(job, arrivals, 0)
-    assert said == ["pala train: the job still starts: so far rank 1 did not begin."]
+    assert set(said) == {"pala train: the job still starts: so far rank 1 did not begin."}
 
 
 def test_ranks_that_do_not_come_up_are_named() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from pala.gossip import Gossip
+from pala.testing.faults import Fault
 from pala.testing.memory import MemoryCommunicator, run_ranks
+from support.helpers import Together
 
 
 def add(model: nn.Module, step: float = 1.0) -> None:
@@ -39,8 +42,21 @@ def train(
     return model, gossip, updates
 
 
-def on_ranks(size: int, main: Callable[[MemoryCommunicator], Any], *faults: Any) -> list[Any]:
-    results = run_ranks(size, main, faults)
+def run_together(size: int, main: Callable[[MemoryCommunicator], Any], faults: Iterable[Fault] = ()) -> list[Any]:
+    """As `run_ranks`, but no loop begins before all ranks are in their blocks."""
+    together, enter = Together(size), Gossip.__enter__
+
+    def enter_together(gossip: Gossip) -> Gossip:
+        entered = enter(gossip)
+        together.barrier()
+        return entered
+
+    with mock.patch.object(Gossip, "__enter__", enter_together):
+        return run_ranks(size, main, faults)
+
+
+def on_ranks(size: int, main: Callable[[MemoryCommunicator], Any], *faults: Fault) -> list[Any]:
+    results = run_together(size, main, faults)
     for result in results:
         if isinstance(result, BaseException) and not faults:
             raise result

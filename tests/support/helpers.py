@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -105,3 +106,18 @@ def wait_for(condition, timeout_s: float = 180, what: str = "the condition", pau
 def contents(folder: Path) -> dict[Path, bytes]:
     """The bytes of all files in a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Together:
+    """Ranks begin when all are there: a thread that gets no processor for a while would find the steps of a small
+    budget made by others."""
+
+    def __init__(self, ranks: int) -> None:
+        self._missing, self._changed = ranks, threading.Condition()
+
+    def barrier(self) -> None:
+        """Wait for the others, or for a while: perhaps one has died."""
+        with self._changed:
+            self._missing -= 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._missing <= 0, 5.0)

@@ -36,7 +36,7 @@ from pala.run.metrics import read_run
 from pala.system.errors import EndError
 from pala.testing.faults import AtUpdate, Fault
 from pala.testing.memory import MemoryCommunicator, run_ranks
-from support.helpers import record_of
+from support.helpers import Together, record_of
 
 ENVS, ROLLOUT = 5, 2  # in this form a batch of ten costs least
 BATCH = ENVS * ROLLOUT
@@ -150,7 +150,7 @@ def train(
     ranks: int, config: Config, faults: Iterable[Fault] = (), resume: Path | None = None,
     on_count: OnCount = MemoryCommunicator.on_count,
 ) -> Trained:  # fmt: skip
-    faults, run, together = list(faults), Loop.run, _Together(ranks - config.run.spares)
+    faults, run, together = list(faults), Loop.run, Together(ranks - config.run.spares)
 
     def run_together(loop: Loop, *given: Any) -> Any:
         together.barrier()
@@ -166,21 +166,6 @@ def train(
 
     with mock.patch.object(Loop, "run", run_together):
         return Trained(config, run_ranks(ranks, main, faults))
-
-
-class _Together:
-    """Ranks begin when all are there: a thread that gets no processor for a while would find the steps of a small
-    budget made by others."""
-
-    def __init__(self, ranks: int) -> None:
-        self._missing, self._changed = ranks, threading.Condition()
-
-    def barrier(self) -> None:
-        """Wait for the others, or for a while: perhaps one has died."""
-        with self._changed:
-            self._missing -= 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._missing <= 0, 5.0)
 
 
 _AHEAD_S = 0.3
