@@ -242,8 +242,10 @@ def _check_places(scenario: Scenario, cluster: VirtualCluster) -> None:
         expected = min(places, len(cluster.living))
         _demand(len(training) == expected, f"places: ranks {training} train, not {expected}")
         slowest_s = 3 * _slowest_exchange_s(scenario) + 4 * scenario.again_s
-        if scenario.patience_s > END_S and cluster.budget_known_s > ready_s + slowest_s:
-            without = [rank for rank in training if not cluster.ranks[rank].state.has_model]
+        if scenario.patience_s > END_S:
+            asked_by_s = cluster.budget_known_s - slowest_s  # a rank may find late that its model is NaN
+            waiting = [rank for rank in training if max(ready_s, cluster.ranks[rank].wait_began_s) < asked_by_s]
+            without = [rank for rank in waiting if not cluster.ranks[rank].state.has_model]
             senders = [rank for rank in training if _can_send_a_model(cluster.ranks[rank])]
             _demand(not without or not senders, f"places: nobody has sent a model to ranks {without}")
 
