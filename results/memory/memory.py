@@ -4,6 +4,7 @@
     mpirun -np 2 python results/memory/memory.py maze lstm 1 gossip 160000       # exchange, steps
     mpirun -np 2 python results/memory/memory.py maze lstm 1 allreduce 160000
     python results/memory/memory.py cartpole lstm 1
+    python results/memory/memory.py maze lstm 1 gossip 80000 linear              # with a rate that falls to 0
     python results/memory/memory.py speed                # interleaved rounds of each variant on Pong
 
 appends to results/memory/memory.jsonl.
@@ -74,12 +75,12 @@ def curve_of(run: Path, steps: int, ranks: int) -> list[float | None]:
     return [round(statistics.fmean(returns), 3) if returns else None for returns in ended]
 
 
-def train(task: str, memory: Any, seed: int, exchange: Any = "gossip", steps: int = 0) -> None:
+def train(task: str, memory: Any, seed: int, exchange: Any = "gossip", steps: int = 0, decay: Any = "none") -> None:
     """Train and evaluate once; rank 0 appends the figures."""
     steps = steps or STEPS[task]
     config = Config(
         total_steps=steps, seed=seed, env=EnvConfig(f"{task}-{memory}"), network=NetworkConfig(memory=memory),
-        a2c=A2CConfig(rollout_steps=20), exchange=ExchangeConfig(exchange),
+        a2c=A2CConfig(rollout_steps=20, learning_rate_decay=decay), exchange=ExchangeConfig(exchange),
         run=RunConfig(dir=os.environ.get("MEMORY_RUNS", "runs"), console="none", threads=1, tensorboard=False),
         evaluation=EvaluationConfig(episodes=100 if task == "maze" else 30),
     )  # fmt: skip
@@ -97,6 +98,7 @@ def train(task: str, memory: Any, seed: int, exchange: Any = "gossip", steps: in
             "seed": seed,
             "exchange": exchange,
             "learning_rate": config.a2c.learning_rate,
+            "learning_rate_decay": decay,
             "ranks": segment["ranks"],
             "steps": result.global_steps,
             "mean_return": result.evaluation.mean_return,
@@ -152,4 +154,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "speed":
         speed()
     else:
-        train(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:5], *map(int, sys.argv[5:]))
+        train(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:5], *map(int, sys.argv[5:6]), *sys.argv[6:])
