@@ -426,6 +426,13 @@ def test_the_job_ends_where_the_usable_models_leave_in_the_same_moment(number: i
     assert [rank.number for rank in cluster.living if rank.state.has_left and rank.state.has_model]
 
 
+def test_a_rank_that_finds_out_late_that_its_model_is_nan_may_be_without_one_at_the_end() -> None:
+    """It had waited in step for a slow rank, which answered another peer each time, and patience has no end here."""
+    cluster = check(schedule(1_137_403))
+    without = [rank for rank in cluster.living if not rank.state.has_model]
+    assert [rank.number for rank in without] == [3] and without[0].wait_began_s > 0.9 * cluster.budget_known_s
+
+
 def test_questions_of_a_rank_that_leaves_leave_no_credit_out() -> None:
     """Eight of them were on the way to a peer, so the reply to its offer was not sent, and its process lock stayed."""
     check(schedule(1_045_975))
