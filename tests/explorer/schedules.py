@@ -233,13 +233,14 @@ def _check_places(scenario: Scenario, cluster: VirtualCluster) -> None:
     if scenario.spares == 0:
         return
     places = scenario.size - scenario.spares
-    training = [rank.number for rank in cluster.living if not rank.asleep]
+    staying = [rank for rank in cluster.living if not rank.state.has_left]  # who has left may end with the job
+    training = [rank.number for rank in staying if not rank.asleep]
     _demand(len(training) <= places, f"places: ranks {training} train, in {places} places")
     told_s = max([*scenario.deaths.values(), *scenario.leaves.values()], default=0.0)
     gone_s = max(told_s, cluster.last_gone_s) + _slowest_exchange_s(scenario)
     ready_s = gone_s + scenario.death_notice_s[1] + scenario.control_s[1] + scenario.wake_up_s[1]
     if cluster.budget_known_s > ready_s:
-        expected = min(places, len(cluster.living))
+        expected = min(places, len(staying))
         _demand(len(training) == expected, f"places: ranks {training} train, not {expected}")
         slowest_s = 3 * _slowest_exchange_s(scenario) + 4 * scenario.again_s
         if scenario.patience_s > END_S:
