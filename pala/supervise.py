@@ -53,6 +53,7 @@ from pala.system.launcher import Launch
 from pala.system.output import ANNOUNCEMENT, SUPERVISED, log, open_closed_streams
 from pala.system.search_path import refuse_another_pala
 from pala.system.tables import flatten, shown
+from pala.system.waiting import nap
 from pala.train import Command, parse
 
 _LONGEST_PAUSE_S = 300.0
@@ -246,7 +247,7 @@ class Supervisor:
                 self._say("the ranks that outlived mpirun have completed the run.")
                 return 0
             if start < self.restarts:
-                time.sleep(min(self.pause_s * 2.0 ** min(start, 30), _LONGEST_PAUSE_S))
+                nap(min(self.pause_s * 2.0 ** min(start, 30), _LONGEST_PAUSE_S))
         return self._give_up(f"{self.restarts} restarts were not enough" if self.restarts else "the job failed")
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:

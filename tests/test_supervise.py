@@ -26,7 +26,7 @@ from pala.run import checkpoint, end_watch, run_folder
 from pala.run.end_watch import EndWatch
 from pala.run.lock import lock_folder, supervised
 from pala.supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
-from pala.system import jobs
+from pala.system import jobs, waiting
 from pala.system.errors import PalaError
 from pala.system.jobs import MpiJob
 from pala.train import parse
@@ -672,12 +672,21 @@ def test_a_number_that_cannot_be_is_told_alone(arguments: list[str], message: st
 def test_the_pause_before_a_restart_has_a_limit(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when a float could not hold it any more."""
     paused: list[float] = []
-    monkeypatch.setattr(supervise.time, "sleep", paused.append)
+    monkeypatch.setattr(supervise, "nap", paused.append)
     step = itertools.count(1)
     supervisor = Scripted(["--run.name", "r", "--restarts", "1030", "--pause-s", "1"], [lambda of: 1])
     monkeypatch.setattr(supervisor, "_steps", lambda: next(step))
     assert supervisor.supervise() == 1
     assert len(paused) == 1030 and paused[:3] == [1, 2, 4] and max(paused) == paused[-1] == 300
+
+
+def test_a_long_pause_is_slept_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that came as one long sleep began was heard only at its end."""
+    slept: list[float] = []
+    monkeypatch.setattr(waiting.time, "sleep", slept.append)
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: sum(slept))
+    waiting.nap(60.05)
+    assert sum(slept) == pytest.approx(60.05) and max(slept) <= 0.5
 
 
 def test_a_name_that_another_run_has_is_refused_before_a_job_starts(there: Path) -> None:

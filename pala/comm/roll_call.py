@@ -6,7 +6,6 @@ wait says who has not told. Nothing is sent where nobody waits for long.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -18,6 +17,7 @@ from pala.system.waiting import WaitForRanks
 _TAG = 4  # of the world's communicator, as in `reach.py`; the data proxy has one of its own
 _NUMBER_BYTES = 8
 _MOST_TOLD = 64  # ranks that are told; above that not all need to know
+_keys: list[int] = []  # the one by which a communicator holds its roll call, once MPI has begun
 
 
 class RollCall:
@@ -85,17 +85,13 @@ class RollCall:
 def roll_call_of(comm: MPI.Comm) -> RollCall:
     """Return the roll call of a communicator, which lasts as long as that: what was told in one training may be read in
     the next."""
-    call = comm.Get_attr(_key())
+    if not _keys:
+        _keys.append(MPI.Comm.Create_keyval())
+    call = comm.Get_attr(_keys[0])
     if not isinstance(call, RollCall):
         call = RollCall(comm)
-        comm.Set_attr(_key(), call)
+        comm.Set_attr(_keys[0], call)
     return call
-
-
-@functools.cache
-def _key() -> int:
-    """Return the key by which a communicator holds its roll call."""
-    return MPI.Comm.Create_keyval()
 
 
 class _Wait(WaitForRanks):

@@ -146,7 +146,8 @@ class MpiJob:
 
         The leftover is named by mpirun's process number. A later mpirun that gets the same number fails: "The PMIx
         server's listener thread failed to start" (PMIx 5.0.9, `write_rndz_file`)."""
-        status = self.launcher.wait()
+        while (status := self.wait(LOOK_S)) is None:  # without a limit it may miss a signal that comes as it begins
+            pass
         shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{self.launcher.pid}", ignore_errors=True)
         return status
 

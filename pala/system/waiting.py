@@ -11,6 +11,7 @@ from pala.system.interrupt import Interrupt
 from pala.system.output import log
 
 _PATIENCE_AFTER_SIGNAL_S = 10.0
+_NAP_S = 0.2
 _COMPLAIN_AFTER_S = 60.0
 TELL_S, SAY_S = 2.0, 20.0
 _MOST_NAMED = 8
@@ -94,6 +95,14 @@ def named(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
     return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
+
+
+def nap(seconds: float) -> None:
+    """Sleep in short pieces. A signal that comes as a sleep begins, after Python has looked for signals for the last
+    time, is heard only when that sleep is over."""
+    end = time.monotonic() + seconds
+    while (rest := end - time.monotonic()) > 0:
+        time.sleep(min(rest, _NAP_S))
 
 
 def wait_asleep(
