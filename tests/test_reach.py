@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from pala.comm.reach import peers_of, shared_address
 from pala.system.waiting import named
 from support.helpers import CARTPOLE
 from support.mpi import Launcher, assert_all_end
+from support.standing_ranks import StandingRanks
 from virtual_hosts import VirtualHosts
 
 
@@ -71,6 +73,22 @@ def test_who_waits_for_long_says_for_whom(mpi: Launcher, tmp_path: Path) -> None
     assert job.status == 0, job.output
     said = [re.sub(r"\d+ s", "some s", line) for line in job.output.splitlines() if "has waited" in line]
     assert said == ["[rank 0] has waited some s for rank 2.", "[rank 1] has waited some s for rank 0."]
+
+
+def count_on(comm: Any) -> tuple[int, int]:
+    """The number of barriers before and after the communicator is taken into use again."""
+    comm.barrier()
+    before = comm._roll_call._number
+    again = type(comm)(comm.mpi)
+    again.barrier()
+    return before, again._roll_call._number
+
+
+@pytest.mark.mpi
+def test_the_next_training_of_a_process_counts_its_waits_on(standing: StandingRanks, tmp_path: Path) -> None:
+    """What a rank told late in the first was taken for a wait in the second, and nobody was named."""
+    for before, after in standing.run(2, count_on, cwd=tmp_path).values:
+        assert after == before + 1 > 1
 
 
 INHERITED = """
