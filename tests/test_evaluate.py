@@ -388,6 +388,20 @@ def test_the_best_policy_is_told_at_the_end(
     assert (told in capsys.readouterr().out) == same_game
 
 
+@pytest.mark.parametrize("better", [True, False])
+def test_the_best_policy_is_told_only_if_it_beats_the_final_one(
+    better: bool, cartpole_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An episode of CartPole returns at least 8 and at most 500."""
+    header = {"config": to_table(CARTPOLE), "global_steps": 77, "signature": 0, "mean_return": 501.0 if better else 7.0}
+    network = network_of(CARTPOLE)
+    checkpoint.save_policy(cartpole_run / "best_policy.safetensors", dict(network.state_dict()), header)
+    config = replace(CARTPOLE, evaluation=replace(CARTPOLE.evaluation, episodes=1))
+    result = conclude(Result(cartpole_run, "completed", 1234, None, True, 0), config, Interrupt())
+    assert result.evaluation is not None
+    assert ("best policy: mean return 501" in capsys.readouterr().out) == better
+
+
 def test_no_policy_and_no_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", CARTPOLE)
     with pytest.raises(PalaError, match="has no checkpoint"):

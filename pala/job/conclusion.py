@@ -5,6 +5,7 @@ The first rank does this alone and without MPI, with all cores that the ranks of
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import traceback
@@ -67,7 +68,9 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     if config.run.trace:
         print_result(f"      timeline: `pala trace {shlex.quote(str(result.run))}` makes it")
     final = checkpoint.policy_header(result.run / run_folder.POLICY)
-    if final is not None and (best := kept_best(result.run / run_folder.BEST_POLICY, final)) is not None:
+    best = kept_best(result.run / run_folder.BEST_POLICY, final) if final is not None else None
+    scored = final_tasks.evaluation.mean_return if final_tasks.evaluation is not None else -math.inf
+    if best is not None and best["mean_return"] > scored:
         found = (
             f"mean return {best['mean_return']:g} over the {MEAN_OF} episodes of training that ended after "
             f"{best['global_steps']:,} steps"

@@ -156,7 +156,7 @@ def train(job: Job) -> dict[str, Any]:
     import torch
 
     from pala.config import Config
-    from pala.lab.simulate.learn import Conditions, learn
+    from pala.lab.simulate.learn import Conditions, NotFiniteError, learn
 
     torch.set_num_threads(1)
     config = Config(total_steps=job.total_steps, seed=job.seed)
@@ -174,7 +174,7 @@ def train(job: Job) -> dict[str, Any]:
     conditions = Conditions(job.ranks, job.delay, job.slow_ranks)
     try:
         learned = learn(job.method, config, conditions, partial(make_bed, game=job.game))
-    except Exception as error:  # a rate that is too high is a result
+    except NotFiniteError as error:  # a rate that is too high is a result
         return job._asdict() | {"failed": str(error)}
     mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
     return job._asdict() | {
