@@ -54,8 +54,8 @@ def run(command: str, launcher: Launcher, **extra: str) -> str:
 
 def test_the_readme_is_a_door() -> None:
     text = README.read_text()
-    assert len(text.splitlines()) <= 150
-    assert len(text.split()) <= 1200
+    assert len(text.splitlines()) <= 140
+    assert len(text.split()) <= 1050
 
 
 def test_the_readmes_commands(any_mpi: Launcher, tmp_path: Path) -> None:
