@@ -646,32 +646,3 @@ def test_two_drivers_exchange_as_the_formula_says(compression: str) -> None:
     np.testing.assert_allclose(nodes[0].parameters.numpy(), first.numpy() + moves, atol=2e-6)
     deliver(answer, 1, 0)
     assert drivers[0].state.counts["models_received"] == 1 and len(posts[0].sent) == 2
-
-
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-def test_in_a_rollout_a_copy_moves_and_the_parameters_by_the_same_at_its_end(compression: str) -> None:
-    def exchanged(ahead: bool) -> tuple[torch.Tensor, np.ndarray]:
-        """(parameters, what an offer made after the move holds)."""
-        node, peer = (paired_node(seed, compression) for seed in (1, 2))
-        models, acting = TensorModels(node.parameters, node.codec, node.wire), node.parameters.clone()
-        data, _, _ = offer_of(peer, whole=True)
-        if ahead:
-            models.look_ahead()
-            models.look_ahead()
-        memory = models.memory_for(len(data))
-        assert memory is not None
-        memory[:] = data
-        assert models.open(Received(2, memory, bulk=True, took_s=0.0)).refusal is None
-        models.add(1.0)
-        models.pull(0.5, measure=False)
-        snapshot = models.new_snapshot()
-        models.fill(snapshot, header(node), whole=True)
-        assert node.parameters.equal(acting) == ahead
-        node.parameters += 0.1 * normal(3)  # the update
-        for _ in range(2):
-            models.settle()
-        return node.parameters, snapshot.data
-
-    (plain, offered), (late, offered_late) = exchanged(False), exchanged(True)
-    torch.testing.assert_close(late, plain, atol=2e-6, rtol=1e-6)
-    assert (offered == offered_late).all()

@@ -104,10 +104,6 @@ def test_the_papers_presets_have_the_papers_settings():
             "[exchange]\ncompression = 'top_k'\nmixing = 'push_sum'",
             "'exchange.mixing' is 'push_sum', whose weights belong to whole models, but 'exchange.compression' is",
         ),
-        (
-            "[exchange]\nmixing = 'uniform'\nexchanges_per_update = 4",
-            "is 4, but 'exchange.mixing' is 'uniform', by",
-        ),
         ("[exchange]\nkind = 'shared_memory'\ntopology = 'random'", "which has 'auto' and 'ring' and 'complete' only"),
         ("[exchange]\nkind = 'shared_memory'\ncompression = 'top_k'", "which has 'none' only; 'gossip' has all"),
         ("[exchange]\ntopology = 'complete'", "set the one to 'uniform' or the other to 'random'"),

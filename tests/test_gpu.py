@@ -30,7 +30,6 @@ EXCHANGES = {
     "gossip of a part": ["--exchange.mixing", "uniform", "--exchange.compression", "top_k"],
     "paired": ["--exchange.mixing", "paired"],
     "paired in step": ["--exchange.mixing", "paired", "--exchange.max-staleness", "0"],
-    "paired often": ["--exchange.mixing", "paired", "--exchange.exchanges-per-update", "4"],
     "paired in bfloat16": ["--exchange.mixing", "paired", "--exchange.compression", "bfloat16"],
     "paired by autograd": ["--exchange.mixing", "paired", "--network.passes", "autograd"],
     "shared memory": ["--exchange.kind", "shared_memory"],

@@ -137,9 +137,8 @@ def test_every_metric_is_written_by_some_kind(tmp_path: Path) -> None:
             {"topology": "ring"}, {"topology": "exponential", "max_staleness": 0}, {"mixing": "push_sum"},
             {"topology": "complete", "mixing": "uniform"}, {"mixing": "uniform"}, {"max_staleness": 0},
             {"compression": "bfloat16"}, {"compression": "top_k"}, {"compression": "top_k", "max_staleness": 0},
-            {"exchanges_per_update": 4}, {"exchanges_per_update": 4, "max_staleness": 0, "compression": "top_k"},
         ],
-        {"mixing": "push_sum"}, {"max_staleness": 0}, {"exchanges_per_update": 4},
+        {"mixing": "push_sum"}, {"max_staleness": 0},
     ),
     ids=str,
 )  # fmt: skip

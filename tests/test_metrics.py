@@ -400,8 +400,6 @@ def test_settings_that_nothing_reads_are_told():
     ("key", "value", "without", "read_with"),
     [
         ("evaluation.epsilon", 0.1, {}, {"algorithm": "gorila"}),
-        ("a2c.gradient_clipping", "mean", {"exchange.kind": "allreduce"}, {}),
-        ("a2c.gradient_clipping", "mean", {"a2c.max_gradient_norm": 0.0}, {}),
         ("exchange.top_k_fraction", 0.1, {}, {"exchange.compression": "top_k"}),
         (
             "gorila.rmsprop_alpha", 0.9, {"algorithm": "gorila"},

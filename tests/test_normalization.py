@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -305,27 +304,6 @@ def test_ranks_agree_on_the_moments(kind: str, exchange: dict[str, str], tmp_pat
     np.testing.assert_allclose(moments["variance"].sqrt(), [1, 0.01], rtol=0.2)
     assert float(policy["return_moments.variance"]) > 100
     assert evaluate(trained.run, 2, 2, Acting(greedy=True)).environment == "Far"
-
-
-@pytest.mark.slow
-def test_who_begins_late_answers_nobody_with_moments_that_know_nothing(tmp_path: Path) -> None:
-    """Half of the way to them would be taken for spread of the observations, and stay."""
-
-    class Late(Far):
-        num_steps = 0
-
-        def step(self, action: Any) -> Any:
-            self.num_steps += 1
-            time.sleep(0.03 if self.num_steps < 5 else 0)
-            return super().step(action)
-
-    config = configure(tmp_path, "gossip", steps=2000, mixing="paired", exchanges_per_update=4)
-    config = replace(config, env=replace(BOTH, num_envs=2))
-    trained = Trained(
-        config,
-        run_ranks(2, lambda comm: run_rank(comm, Request(config, UserCode((Far, Late)[comm.rank])), comm.interrupt)),
-    )
-    assert trained.ended_well() and float(trained.policy["observation_moments.variance"][0]) < 2
 
 
 @pytest.mark.slow

@@ -16,10 +16,14 @@ import pytest
 
 from pala.comm.alone import Alone
 from pala.config import Config, RunConfig, to_table
+from pala.job.rank import run_rank
+from pala.job.request import Request
 from pala.run import provenance, run_folder
 from pala.run.lock import join_lock, lock_folder, supervised, who_trains
 from pala.run.run import Run
 from pala.system.errors import PalaError
+from pala.system.files import write_json
+from pala.system.interrupt import Interrupt
 from support.helpers import CARTPOLE, record_of, wait_for
 from support.mpi import Launcher, ranks_in
 from support.standing_ranks import StandingRanks
@@ -357,7 +361,7 @@ def test_a_run_is_supervised_from_inside_its_folder(tmp_path, monkeypatch):
 
 
 def test_a_run_of_before_keeps_the_defaults_of_then(tmp_path: Path) -> None:
-    """What its record does not name meant something else; what is gone and did something is refused."""
+    """What its record does not name meant something else."""
 
     def config_of(table: dict[str, Any]) -> Config:
         return run_folder.config_of(tmp_path, {"config": table})
@@ -368,5 +372,20 @@ def test_a_run_of_before_keeps_the_defaults_of_then(tmp_path: Path) -> None:
     assert then.network.precision == "float32" and then.a2c.learning_rate == 1e-3
     now = Config()
     assert config_of(to_table(now)) == now
-    with pytest.raises(PalaError, match=r"unknown key 'a2c\.learning_rate_scaling'"):
-        config_of({"a2c": {"learning_rate_scaling": "ranks"}})
+
+
+def test_a_run_with_settings_that_are_gone_is_evaluated_and_not_resumed(tmp_path: Path) -> None:
+    segment = {"started": "", "status": "completed", "git_commit": "816108e3"}
+    record: dict[str, Any] = {"completed": True, "config": to_table(Config()), "segments": [segment]}
+    record["config"]["exchange"]["exchanges_per_update"] = 1
+    write_json(tmp_path / "run.json", record)
+    run_folder.check_trains_as_before(tmp_path)
+    record["config"]["exchange"]["exchanges_per_update"] = 4
+    record["config"]["a2c"]["learning_rate_scaling"] = "ranks"
+    write_json(tmp_path / "run.json", record)
+    assert run_folder.config_of(tmp_path) == Config()
+    what = "'a2c.learning_rate_scaling' 'ranks' and 'exchange.exchanges_per_update' 4, which PALA no longer has"
+    with pytest.raises(PalaError, match=rf"{what}\. .*\(commit 816108e3\)"):
+        run_folder.check_trains_as_before(tmp_path)
+    with pytest.raises(PalaError, match=what):
+        run_rank(Alone("here"), Request(Config(), resume=tmp_path), Interrupt())

@@ -82,14 +82,6 @@ def test_paired_keeps_all_progress_and_uniform_does_not(delay: float) -> None:
     assert kept["paired"] == pytest.approx(1, abs=0.05) and kept["uniform"] < 0.9
 
 
-def test_several_exchanges_an_update_keep_all_progress_too() -> None:
-    exchange = dataclasses.replace(CONFIG.exchange, mixing="paired", exchanges_per_update=4)
-    config, one = dataclasses.replace(CONFIG, exchange=exchange), learn("paired", CONFIG, Conditions(4))
-    several = learn("paired", config, Conditions(4))
-    assert several.progress_kept == pytest.approx(1, abs=0.05) and several.models_sent > 2 * one.models_sent
-    assert learn("uniform", config, Conditions(4)).models_sent < several.models_sent
-
-
 def test_synchronous_ranks_hold_one_model_and_wait_for_the_slowest() -> None:
     alike = learn("allreduce", CONFIG, Conditions(ranks=3, delay_updates=0.0))
     assert alike.progress_kept == pytest.approx(1, abs=1e-4) and max(alike.distances) < 1e-6

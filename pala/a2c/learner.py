@@ -105,7 +105,7 @@ class Learner(Loop):
     def step(self, loss: Loss) -> UpdateResult:
         """Make one step along the gradient."""
         with self._watch.section("update"):
-            result = self._a2c.step(loss, self._learning_rate(), self.counters.updates, self._learners)
+            result = self._a2c.step(loss, self._learning_rate(), self.counters.updates)
         self._count_update(result)
         return result
 
@@ -220,11 +220,6 @@ class Learner(Loop):
             fault = f"{where}: {whose}no finite gradient for {_MOST_SKIPPED_UPDATES} updates. {_ADVICE}"
         if fault:
             raise (PalaError if self._config.exchange_kind.outlives_ranks else EndError)(fault)
-
-    @property
-    def _learners(self) -> int:
-        """Return the number of learners whose mean gradient is to be clipped; 1: this rank's own gradient is."""
-        return self._models if self._config.a2c.gradient_clipping == "mean" else 1
 
     @property
     def _models(self) -> int:

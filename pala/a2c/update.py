@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pala.a2c.normalization import Normalization
     from pala.exchange.momentum import Momentum
 
-_NORM_HORIZON = 100  # updates
-
 
 @dataclass
 class Rollout:
@@ -129,8 +127,6 @@ class A2C:
             self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
         self.kept = Kept()
-        self._usual_square: float | None = None  # of the gradient's norm; a resumed run begins anew
-        self._num_norms = 0  # in `_usual_square`
         self._momentum: Momentum | None = None
         if config.momentum:
             from pala.exchange.momentum import Momentum
@@ -157,25 +153,23 @@ class A2C:
         are not finite either."""
         self.mean_square.zero_()
         self.kept.warms_up_from = updates
-        self._usual_square, self._num_norms = None, 0
 
     def restart_momentum(self) -> None:
         """Restart the momentum: the exchange has put another model in the place of this one."""
         if self._momentum is not None:
             self._momentum.restart()
 
-    def step(self, loss: Loss, learning_rate: float, updates: int, learners: int = 1) -> UpdateResult:
-        """Clip the gradient in `flat.gradient`, as one of `learners` learners, and take one optimiser step, unless it
-        is not finite. `updates`: how many were made before."""
+    def step(self, loss: Loss, learning_rate: float, updates: int) -> UpdateResult:
+        """Clip the gradient in `flat.gradient`, and take one optimiser step, unless it is not finite. `updates`: how
+        many were made before."""
         config, learned = self._config, slice(self.flat.num_learned)
         gradient = self.flat.gradient[learned]
-        norm = clip_gradient_(gradient, config.max_gradient_norm, learners, self._usual_square)
+        norm = clip_gradient_(gradient, config.max_gradient_norm)
         finite = math.isfinite(norm)
         if self.normalization is not None:
             finite = self.normalization.is_finite() and finite
             self.normalization.learn(finite)
         if finite:
-            self._count_norm(norm, learners)
             if self._momentum is not None:
                 self._momentum.push_()
             rmsprop_(
@@ -195,14 +189,6 @@ class A2C:
         1412.6980, section 3); 1: that is not corrected."""
         config = self._config
         return 1 - config.rmsprop_alpha**squares if config.rmsprop_bias_correction else 1.0
-
-    def _count_norm(self, norm: float, learners: int) -> None:
-        """Update the mean of the squared norms, later a running one; a large norm counts as what it can be clipped
-        to."""
-        self._num_norms += 1
-        square = min(norm, learners * (self._config.max_gradient_norm or math.inf)) ** 2
-        before = self._usual_square or 0.0
-        self._usual_square = before + (square - before) / min(self._num_norms, _NORM_HORIZON)
 
     def differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
         """Return the rollout's loss, and write its gradient to `flat.gradient`: autograd goes down to the network's

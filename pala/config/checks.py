@@ -61,11 +61,6 @@ def _check_mixing(exchange: ExchangeConfig, source: str) -> None:
             f"'exchange.topology' is {exchange.graph!r}, which sends to everybody; set the one to 'uniform' or the "
             "other to 'random'."
         )
-    if not rule.by_pairs and exchange.exchanges_per_update > 1:
-        raise PalaError(
-            f"{source}: 'exchange.exchanges_per_update' is {exchange.exchanges_per_update}, but 'exchange.mixing' is "
-            f"{exchange.mixing!r}, by which a rank sends once an update; set the one to 1 or the other to 'paired'."
-        )
 
 
 def _check_replay(config: Config, source: str) -> None:

@@ -156,12 +156,6 @@ class A2CConfig:
     """Weight of the policy's entropy [GALA]."""
     max_gradient_norm: float = setting(0.5, between=(0, 1e9))
     """The gradient's global L2 norm is clipped to this; 0 turns clipping off [GALA]."""
-    gradient_clipping: Literal["own", "mean"] = setting(
-        "own", unless={"a2c.max_gradient_norm": (0,), "exchange.kind": ("allreduce", "none")}
-    )
-    """Clipping by ranks that mix models (gossip, `shared_memory`). `own`: each clips its own gradient [GALA]. `mean`:
-    clip as `allreduce` would clip the ranks' mean, taking the other gradients' norms as usual. Ours
-    (docs/architecture.md)."""
 
 
 TopologyName = Literal["auto", "random", "ring", "exponential", "complete"]
@@ -183,9 +177,6 @@ class ExchangeConfig:
     """`paired`: two ranks move towards each other by the same amount, so that no rank's learning is taken back, however
     old the models are (docs/how_gossip_works.md). `uniform`: x <- (x + sum of models) / (1 + k) [GALA, PALA].
     `push_sum`: weighted so that skipped messages do not bias the mean (arXiv 1811.10792)."""
-    exchanges_per_update: int = setting(1, between=(1, 1000), kinds=("gossip",))
-    """`paired`: how many offers a rank may make in an update, one after the other. With more than 1 ranks exchange
-    between two environment steps as well, and move at the end of the update. Ours (results/mixing/)."""
     max_staleness: int = setting(10, between=(0, 1e9), kinds=("gossip", "shared_memory"))
     """Updates a rank may make since its last mix before it must wait for a peer; 0 waits after every update. Ours;
     [GALA] calls it sync_freq: 100 million, never, in its example."""

@@ -130,12 +130,6 @@ class GroupedGossip(GossipExchange):
     def _may_hear_who_stays(self) -> bool:
         return bool(set(self.living) - set(self._members))
 
-    def between_steps(self) -> None:
-        if self._is_leading:
-            super().between_steps()
-        else:
-            self._transport.poll()
-
     # ---- an update -------------------------------------------------------------------------------------------------
 
     def average_gradient(self, gradient: Tensor) -> bool:

@@ -100,11 +100,13 @@ def _code_of(comm: Communicator, request: Request) -> UserCode:
     if request.resume is None:
         return request.code
     resume = request.resume
-    # Rank 0 alone looks at the folder's links and decides about trust.
-    from_first(
-        comm,
-        lambda: user_code.check_trust(resume, run_folder.config_of(resume), request.trust_run, request.code),
-    )
+
+    def check() -> None:
+        """On rank 0 alone: it looks at the folder's links and decides about trust."""
+        run_folder.check_trains_as_before(resume)
+        user_code.check_trust(resume, run_folder.config_of(resume), request.trust_run, request.code)
+
+    from_first(comm, check)
     return collectively(comm, lambda: user_code.load(resume, request.code))
 
 

@@ -60,16 +60,9 @@ def adagrad_(
     )
 
 
-def clip_gradient_(gradient: Tensor, max_norm: float, learners: int = 1, usual_square: float | None = None) -> float:
-    """Scale the flat gradient to at most `max_norm` (0: leave it); returns the norm before.
-
-    With several `learners`, scale it as their mean would be scaled, if the others' gradients are unrelated to this one
-    and have the squared norm `usual_square` (None: this one's) each. So an ordinary gradient may have √N times
-    `max_norm`, and one that is far above the others' N times.
-    """
+def clip_gradient_(gradient: Tensor, max_norm: float) -> float:
+    """Scale the flat gradient to at most `max_norm` (0: leave it); returns the norm before."""
     norm = float(gradient.norm())
-    others = (learners - 1) * (norm * norm if usual_square is None else usual_square)
-    norm_of_mean = math.hypot(norm, math.sqrt(others)) / learners
-    if max_norm > 0 and norm_of_mean > max_norm:
-        gradient.mul_(max_norm / (norm_of_mean + 1e-6))
+    if 0 < max_norm < norm:
+        gradient.mul_(max_norm / (norm + 1e-6))
     return norm

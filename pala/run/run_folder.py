@@ -31,10 +31,17 @@ _EARLIER_DEFAULTS: dict[str, Any] = {
 }
 """Settings of runs before version 0.2 whose `run.json` does not name them."""
 _GONE: dict[str, dict[str, Any]] = {
-    "a2c": {"learning_rate_scaling": "none", "learning_rate_most_scaling": None, "momentum_smoothing": 0.8},
+    "a2c": {
+        "learning_rate_scaling": "none",
+        "learning_rate_most_scaling": None,
+        "momentum_smoothing": 0.8,
+        "gradient_clipping": "own",
+    },
+    "exchange": {"exchanges_per_update": 1},
     "gorila": {"adagrad_epsilon": 1e-5, "epsilon_first": 1.0, "loss_filter_horizon_updates": 1000},
 }
-"""Settings that are gone, each with the value by which training is as it is today; None: any."""
+"""Settings that are gone, each with the value by which training is as it is today; None: any. A run with another value
+is evaluated and drawn as any, but neither resumed nor compared."""
 
 
 class FromPython(NamedTuple):
@@ -235,12 +242,37 @@ def config_of(path: str | Path, record: dict[str, Any] | None = None) -> Config:
 
 def _as_of_today(config: dict[str, Any]) -> dict[str, Any]:
     """Return a run's settings with those named that its PALA did not have, or had another default of, and without those
-    that are gone. One that is gone and did something stays, and is refused as unknown."""
+    that are gone."""
     table = merged(_EARLIER_DEFAULTS, config)
     for section, gone in _GONE.items():
         if isinstance(own := table.get(section), dict):
-            table[section] = {key: value for key, value in own.items() if gone.get(key, ...) not in (None, value)}
+            table[section] = {key: value for key, value in own.items() if key not in gone}
     return table
+
+
+def gone_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are gone and changed how this run was trained, by their full keys."""
+    config = record["config"]
+    sections = ((section, gone, config.get(section)) for section, gone in _GONE.items())
+    return {
+        f"{section}.{key}": own[key]
+        for section, gone, own in sections
+        if isinstance(own, dict)
+        for key, neutral in gone.items()
+        if key in own and neutral not in (None, own[key])
+    }
+
+
+def check_trains_as_before(path: Path) -> None:
+    """Raise PalaError for a run that this PALA cannot train any further as it was begun."""
+    record = read(path)
+    if gone := gone_settings(record):
+        settings = " and ".join(f"'{key}' {value!r}" for key, value in gone.items())
+        commit = record["segments"][0].get("git_commit")
+        raise PalaError(
+            f"Run '{path}' was trained with {settings}, which PALA no longer has. It can be evaluated and drawn; to go "
+            f"on, take the PALA that began it{f' (commit {commit})' if commit else ''}."
+        )
 
 
 def runs_in(folders: Sequence[Path]) -> list[Path]:

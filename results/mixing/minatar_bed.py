@@ -4,17 +4,14 @@ interrupted.
     pip install minatar==1.0.15
     python results/mixing/minatar_bed.py sweep          which rate is best for each method
     python results/mixing/minatar_bed.py momentum       and which momentum
-    python results/mixing/minatar_bed.py exchanges      several paired exchanges an update, with 16 ranks
     python results/mixing/minatar_bed.py larger         as many environments in all on fewer ranks
     python results/mixing/minatar_bed.py longer         four times the steps, with 16 ranks
     python results/mixing/minatar_bed.py final          each method at its best setting, with fresh seeds
     python results/mixing/minatar_bed.py stability      how often a training of 4 ranks with momentum does not get on
     python results/mixing/minatar_bed.py delays         gossip under delays, and with a slow rank
-    python results/mixing/minatar_bed.py clipping       gossip whose gradients are clipped as their mean would be
-    python results/mixing/minatar_bed.py in_step        pairs that go in step, with either clipping
+    python results/mixing/minatar_bed.py in_step        pairs that go in step
     python results/mixing/minatar_bed.py held_out       each method's best setting on a game that chose none of them
     python results/mixing/minatar_bed.py start --ranks 2 4 16   the first updates: bias-corrected squares, a warm-up
-    python results/mixing/minatar_bed.py default --ranks 2 4    the default: clipping, exchanges an update
     python results/mixing/minatar_bed.py groups         groups of ranks that average their gradients and gossip as one
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the tables of it.
@@ -37,8 +34,8 @@ from pala.system.resources import prepare
 
 FOLDER = Path(__file__).resolve().parent
 STAGES = (
-    "sweep", "momentum", "exchanges", "larger", "longer", "stability", "final", "delays", "clipping", "in_step",
-    "held_out", "groups", "start", "default",
+    "sweep", "momentum", "larger", "longer", "stability", "final", "delays", "in_step",
+    "held_out", "groups", "start",
 )  # fmt: skip
 SWEPT = ("breakout", "space_invaders")  # settings are chosen on these
 GAMES = (*SWEPT, "asterix", "freeway")
@@ -61,7 +58,7 @@ class Setting(NamedTuple):
     rate: float  # times BASE_RATE
     momentum: float = 0.0
     smoothing: float = 0.0  # of the momentum: always 0.8 by now; without momentum 0
-    exchanges: int = 1  # an update, of paired
+    exchanges: int = 1  # an update, of paired; more than one left PALA after commit 816108e3
 
 
 class Job(NamedTuple):
@@ -79,7 +76,7 @@ class Job(NamedTuple):
     exchanges: int = 1
     envs: int = 16  # of a rank
     total_steps: int = TOTAL_STEPS
-    clipping: str = "own"  # `a2c.gradient_clipping`
+    clipping: str = "own"  # "mean": as the mean of all would be, which left PALA after commit 816108e3
     max_staleness: int = 10
     start: str = "plain"  # or "bias": bias-corrected mean squares; or "warm-up N": over N updates
 
@@ -164,12 +161,11 @@ def train(job: Job) -> dict[str, Any]:
     own: dict[str, Any] = {
         "learning_rate": job.rate * BASE_RATE,
         "momentum": job.momentum,
-        "gradient_clipping": job.clipping,
         "rmsprop_bias_correction": job.start == "bias",
     }
     if job.start not in ("plain", "bias"):
         own["learning_rate_warmup_updates"] = int(job.start.removeprefix("warm-up "))
-    exchange = replace(config.exchange, exchanges_per_update=job.exchanges, max_staleness=job.max_staleness)
+    exchange = replace(config.exchange, max_staleness=job.max_staleness)
     config = replace(config, a2c=replace(config.a2c, **own), exchange=exchange)
     conditions = Conditions(job.ranks, job.delay, job.slow_ranks)
     try:
@@ -240,11 +236,6 @@ _MOMENTA = {  # by ranks and method: rate, momentum, smoothing
 }  # fmt: skip
 
 
-_EXCHANGES = (  # rate, momentum, smoothing, exchanges an update
-    (4, 0.0, 0.0, 4), (4, 0.0, 0.0, 1), (4, 0.0, 0.0, 2), (2, 0.75, 0.8, 4), (2, 0.0, 0.0, 4), (8, 0.0, 0.0, 4),
-)  # fmt: skip
-
-
 _LARGER = (  # of 4 ranks of 64 environments
     (2, 0.75, 0.8), (4, 0.0, 0.0), (4, 0.5, 0.8),
 )  # fmt: skip
@@ -269,7 +260,6 @@ _STARTS = (  # ranks, environments of each, setting, starts
     (4, 16, Setting("paired", 2, 0.5, 0.8), ("bias", "warm-up 50")),
     (2, 16, Setting("paired", 1, 0.5, 0.8), ("bias", "warm-up 200")),
 )
-_DEFAULT = {2: Setting("paired", 1, 0.5, 0.8), 4: Setting("paired", 2, 0.5, 0.8)}  # by ranks
 _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8))  # each method's best of 16 ranks
 
 
@@ -283,12 +273,6 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
             Job(game, n, method, rate, seed, momentum, smoothing)
             for seed, n, game, method in trials
             for rate, momentum, smoothing in _MOMENTA.get((n, method), ())
-        ]
-    if stage == "exchanges":
-        trials = itertools.product(_EXCHANGES, range(1, seeds + 1), games)
-        return [
-            Job(game, 16, "paired", rate, seed, momentum, smoothing, exchanges=exchanges)
-            for (rate, momentum, smoothing, exchanges), seed, game in trials
         ]
     if stage == "larger":
         trials = itertools.product(range(1, seeds + 1), _LARGER, games)
@@ -311,14 +295,6 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
             if n in ranks
             for start in starts
         ]
-    if stage == "default":
-        variants = itertools.product(("own", "mean"), (1, 4))
-        trials = itertools.product(range(1, seeds + 1), _DEFAULT.items(), variants, games)
-        return [
-            _job(game, n, setting, seed)._replace(clipping=clipping, exchanges=exchanges, start="bias")
-            for seed, (n, setting), (clipping, exchanges), game in trials
-            if n in ranks
-        ]
     if stage == "groups":
         return [job for seed in fresh for game in games for job in _jobs_of_groups(game, seed)]
     chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
@@ -332,11 +308,9 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
         ]
         usual = [_job(game, n, setting, seed) for seed in fresh for n, setting in wanted for game in games]
         return [job._replace(total_steps=held_out_steps(job.ranks)) for job in usual]
-    if stage in ("clipping", "in_step"):
+    if stage == "in_step":
         usual = [_job(game, n, best[n, "paired"], seed) for n in ranks for seed in fresh for game in games]
-        if stage == "clipping":
-            return [job._replace(clipping="mean") for job in usual]
-        return [job._replace(clipping=how, max_staleness=0) for job in usual for how in ("own", "mean")]
+        return [job._replace(max_staleness=0) for job in usual]
     conditions = [(1.0, 0), (3.0, 0), (10.0, 0), (0.05, 1)]
     return [
         _job(game, n, setting, seed, delay, slow)

@@ -50,8 +50,6 @@ class Command:
     """The budget of all ranks together, in updates; 0: none, and any rank may find the budget met (fault `stop`)."""
     whole_every: int = 1
     """One of so many models is whole, the others are parts."""
-    exchanges_per_update: int = 1
-    """Offers of a paired rank in an update; with more than 1, ranks exchange between two steps of a rollout, too."""
     rare: int = 2
     """How many rare faults a run may have; `garbled`, `refused` and `duplicate` are rare."""
     rare_faults: tuple[str, ...] = ()
@@ -289,8 +287,8 @@ def cases(command: Command) -> list[Case]:
         raise PalaError(f"'--group' is {command.group}, which is below 1 or makes one group of all ranks.")
     if not command.most_s > 0:
         raise PalaError(f"'--most-s' is {command.most_s:g} but must lie above 0.")
-    if min(command.whole_every, command.exchanges_per_update, command.most_states) < 1:
-        raise PalaError("'--whole-every', '--exchanges-per-update' and '--most-states' must be at least 1.")
+    if min(command.whole_every, command.most_states) < 1:
+        raise PalaError("'--whole-every' and '--most-states' must be at least 1.")
     most = 4 if 0 in command.staleness else 10
     if max(command.ranks) > most and "random" in command.topologies:
         raise PalaError(
@@ -304,18 +302,13 @@ def cases(command: Command) -> list[Case]:
             raise PalaError(f"'--rare-faults': '{fault}' is none of '--faults' ({', '.join(command.faults)}).")
         if fault not in UNFAIR:
             raise PalaError(f"'--rare-faults': '{fault}' cannot be rare: ranks need it to go on.")
-    if command.exchanges_per_update > 1 and not any(RULES[mixing].by_pairs for mixing in command.mixings):
-        raise PalaError(
-            f"'--exchanges-per-update' is {command.exchanges_per_update}, but none of '--mixings' is by pairs."
-        )
     together = command.together or len(command.faults)
     if together > len(command.faults):
         raise PalaError(f"'--together' is {together}, but '--faults' names {len(command.faults)}.")
     rare = frozenset(command.rare_faults)
     found = [
         Case(ranks, topology, mixing, staleness, frozenset(faults), command.updates, command.whole_every,
-             command.exchanges_per_update if RULES[mixing].by_pairs else 1, rare=rare & {*faults},
-             most_rare=command.rare, groups=groups_of_size(command.group, ranks))
+             rare=rare & {*faults}, most_rare=command.rare, groups=groups_of_size(command.group, ranks))
         for ranks, topology, mixing, staleness, faults in itertools.product(
             command.ranks, command.topologies, command.mixings, command.staleness,
             itertools.combinations(command.faults, together),

@@ -36,8 +36,6 @@ class SymbolicModels(Models):
         self._opened = (-1, Letter(Kind.STOP))
         self.faults: list[str] = []
         self.mixes, self.healed = 0, False
-        self.in_rollout = False  # the rank acts: its model must not move, but a copy may
-        self.is_ahead = self.settled = False
         self.moved: list[SymbolicPacket] = []
         self._answered: dict[int, Any] = {}  # the fractions
 
@@ -47,8 +45,6 @@ class SymbolicModels(Models):
     def fill(self, snapshot: SymbolicPacket, message: Message, whole: bool) -> int:
         if snapshot.pending:
             self.faults.append("wrote over a message on its way")
-        if self.in_rollout and not self.is_ahead:
-            self.faults.append("exchanged the model that acts")
         if self.offered().count(snapshot) > (message.kind is Kind.OFFER):
             self.faults.append("wrote over an open offer")
         snapshot.data = _letter(message)._replace(whole=whole, finite=self.finite, old=False)
@@ -112,20 +108,10 @@ class SymbolicModels(Models):
             self.faults.append("sum of all models: moved by another fraction than its peer")
         if offer in self.moved:
             self.faults.append("sum of all models: moved twice")
-        if self.in_rollout and not self.is_ahead:
-            self.faults.append("moved the model that acts")
         self.moved.append(offer)
         self.mixes += 1
 
-    def look_ahead(self) -> None:
-        self.is_ahead = True
-
-    def settle(self) -> None:
-        self.settled = True
-
     def heal(self) -> None:
-        if self.in_rollout:
-            self.faults.append("was healed in the middle of a rollout")
         if not any(letter.whole for letter in self.inbox.values()):
             self.faults.append("was healed by a part of a model")
         self.finite = self.healed = True
@@ -140,8 +126,6 @@ class SymbolicModels(Models):
             self.faults.append("poison was mixed")
         if any(letter.old for letter in letters):
             self.faults.append("stale: took what was sent while it was away")
-        if self.in_rollout and not self.is_ahead:
-            self.faults.append("moved the model that acts")
         if mixes and self.old:
             self.faults.append("stale: mixed its own model of before it was away")
         self.old = False

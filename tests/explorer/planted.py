@@ -366,11 +366,6 @@ class LeavesAnAnswerThatCannotBeReadOpen(Paired):
         return GossipProtocol.unreadable_model_came(self, s, sender)
 
 
-class LooksAtNoClockInARollout(Paired):
-    def between_steps(self, s, now_s):
-        return super().between_steps(s, s.now_s)
-
-
 # ---- the driver ------------------------------------------------------------------------------------------------------
 
 
@@ -500,23 +495,6 @@ class AnswersTheOfferItself(GossipDriver):
 class ClosesNothing(GossipDriver):
     def _perform(self, actions):
         super()._perform([action for action in actions if not isinstance(action, Close)])
-
-
-class MovesTheModelThatActs(GossipDriver):
-    def between_steps(self):
-        self._perform(actions := self.protocol.between_steps(self.state, self.transport.now_s()))
-        return len(actions) > 0
-
-
-class ForgetsTheMovesItOwes(GossipDriver):
-    def finish_update(self, steps, healthy):
-        self.models.ahead = None
-        super().finish_update(steps, healthy)
-
-
-class SettlesTooLate(GossipDriver):
-    def finish_update(self, steps, healthy):
-        self._perform(self.protocol.update_finished(self.state, self.transport.now_s(), steps, healthy))
 
 
 class PullsTwice(GossipDriver):

@@ -138,8 +138,6 @@ class LocalRank:
         self._since_mix += len(self.state.budget.leaders) > 1
         self._made += self._case.updates > 0
         self.driver.finish_update(int(self._case.updates > 0), healthy)
-        if self._case.exchanges_per_update > 1 and not self.models.settled:
-            self.models.faults.append("sum of all models: moves that were owed are not made")
         alone = len(self.state.budget.leaders) == 1
         if self._since_mix > self._case.max_staleness + 1 and not (self._excused or alone):
             self.models.faults.append(f"staleness: {self._since_mix} updates on its own")
@@ -152,12 +150,6 @@ class LocalRank:
             self.finish(poison=False)
         elif self.state.budget.stop is not Stop.NONE:
             self._mode = Mode.ENDED
-
-    def step(self) -> None:
-        """Exchange between two steps of a rollout."""
-        self.models.in_rollout = True
-        self.driver.between_steps()
-        self.models.in_rollout = False
 
     def advance(self) -> None:
         if self.driver.advance():

@@ -45,14 +45,13 @@ class InvariantError(Exception):
 
 
 def schedule(number: int) -> Scenario:
-    """Return the schedule of this number. Every second one is of a paired exchange, two of three of which exchange
-    between steps as well. From number `TOGETHER` on, each has four faults at once."""
+    """Return the schedule of this number. Every second one is of a paired exchange. From number `TOGETHER` on, each has
+    four faults at once."""
     scenario = pushed(number // 2, number >= TOGETHER)
     if number % 2 == 0:
         return scenario
     topology = "random" if TOPOLOGIES[scenario.topology].to_all else scenario.topology
-    exchanges = (1, 2, 4)[number // 2 % 3]
-    return dataclasses.replace(scenario, mixing="paired", topology=topology, exchanges_per_update=exchanges)
+    return dataclasses.replace(scenario, mixing="paired", topology=topology)
 
 
 def pushed(number: int, together: bool = False) -> Scenario:

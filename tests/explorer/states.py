@@ -54,7 +54,6 @@ class Case:
     """The budget in updates of all ranks together; 0: none, and by the fault `stop` any rank may find the budget met at
     any time. Steps are only ever compared with the budget, so that covers whatever the counters say."""
     whole_every: int = 1
-    exchanges_per_update: int = 1
     snapshots: int = 2
     rare: frozenset[str] = frozenset()
     """Of the faults, those that come at most `most_rare` times in a run, together; damage and doubles always do."""
@@ -85,7 +84,6 @@ class Case:
             whole_every=self.whole_every,
             again_s=AGAIN_S,
             patience_s=PATIENCE_S if self.has_clock else math.inf,
-            exchanges_per_update=self.exchanges_per_update,
             mixing=self.mixing,
         )
 

@@ -118,7 +118,6 @@ class Tables:
         mode, f = frozen.mode, self._faults
         if mode is Mode.UPDATES:
             events += [("finish", ("finish", False))] + [("nan", ("finish", True))] * ("nan" in f)
-            events += [("step", ("step",))] * (self.case.exchanges_per_update > 1)
             if "leave" in f and len(s.living) > 1 and not s.leaves:
                 events.append(("tell", ("tell",)))
             if s.leaves and s.may_leave and not any(snapshot.to for snapshot in frozen.snapshots):

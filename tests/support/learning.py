@@ -73,7 +73,7 @@ class Run:
     counters: Counters = field(default_factory=Counters)
     interrupt: Interrupt = field(default_factory=Interrupt)
     records: list[Record] = field(default_factory=list)
-    updates: list[tuple[Rollout, torch.Tensor, float, int]] = field(default_factory=list)
+    updates: list[tuple[Rollout, torch.Tensor, float]] = field(default_factory=list)
     saves: int = 0
     saved_s: list[float] = field(default_factory=list)  # the training time that each checkpoint has
 
@@ -89,9 +89,9 @@ class Run:
         rollouts = []
         self.a2c.differentiate = lambda *arguments: rollouts.append(arguments) or differentiate(*arguments)
 
-        def noting(loss: Loss, rate: float, updates: int, learners: int) -> UpdateResult:
-            self.updates.append((*rollouts.pop(), rate, learners))
-            return step(loss, rate, updates, learners)
+        def noting(loss: Loss, rate: float, updates: int) -> UpdateResult:
+            self.updates.append((*rollouts.pop(), rate))
+            return step(loss, rate, updates)
 
         self.a2c.step = noting
         comm, start = (

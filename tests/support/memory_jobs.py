@@ -73,10 +73,9 @@ gymnasium.register("Paced-v0", lambda: Paced(gymnasium.make("CartPole-v1")))
 
 def configure(folder: Path, kind: str = "gossip", steps: int = 600, **settings: Any) -> Config:
     """CartPole and a network so small that a rank makes a hundred updates in a blink."""
-    envs, rollout = (2, 5) if "exchanges_per_update" in settings else (ENVS, ROLLOUT)
     return Config(
-        total_steps=steps, env=EnvConfig("CartPole-v1", num_envs=envs), network=NetworkConfig(mlp_hidden=(4,)),
-        a2c=A2CConfig(rollout_steps=rollout),
+        total_steps=steps, env=EnvConfig("CartPole-v1", num_envs=ENVS), network=NetworkConfig(mlp_hidden=(4,)),
+        a2c=A2CConfig(rollout_steps=ROLLOUT),
         exchange=ExchangeConfig(kind, **settings), evaluation=EvaluationConfig(episodes=0),  # type: ignore[arg-type]
         run=RunConfig(str(folder), "r", console="none", tensorboard=False, log_interval_s=0.1, threads=1),
     )  # fmt: skip

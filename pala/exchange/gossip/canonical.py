@@ -25,7 +25,6 @@ def canonical(s: GossipState, rules: Rules, now_s: float, has_ended: bool, perio
     that are so far apart have the same peers.
     """
     size = s.budget.size
-    between_steps = rules.exchanges_per_update > 1
     _forget_times(s, rules, now_s)
     s.counts.clear()
     s.has_put_off = False  # only counted
@@ -34,11 +33,8 @@ def canonical(s: GossipState, rules: Rules, now_s: float, has_ended: bool, perio
     s.offers = {peer: offer._replace(number=OFFER) for peer, offer in s.offers.items()}
     s.num_sends %= rules.whole_every
     s.staleness = min(s.staleness, rules.max_staleness + 1)  # only compared with the bound
-    if not s.between_updates and not rules.debts_stay and not between_steps:
+    if not s.between_updates and not rules.debts_stay:
         s.owed.clear()  # what is owed now is dropped at the end of the update
-    # Only compared with the most, in the middle of a rollout.
-    may_offer = between_steps and not has_ended and s.budget.stop is Stop.NONE
-    s.num_offers = min(s.num_offers, rules.exchanges_per_update) if may_offer else 0
     # Added to what is in the inbox, which must be something, and compared with the models of a round ...
     a_round = size - 1 if TOPOLOGIES[rules.topology].to_all else 1
     if rules.max_staleness == 0:  # ... or divided by them: a number of rounds, of which the last ones leave a debt

@@ -7,8 +7,7 @@ the protocol over a queue. They differ by the transport, and by what holds the m
 Two threads meet here under one lock: the learner's, which finishes updates and asks to continue, and the transport's,
 which brings messages when the learner's does not fetch them between two steps. Each holds the lock for well under a
 millisecond; for about one on a GPU, for about two with `top_k`. Only the learner's thread touches the parameters, and
-only between two updates. Between two steps of a rollout it exchanges a copy of them (`between_steps`); the moves are
-made at the end of the update.
+only between two updates.
 """
 
 from __future__ import annotations
@@ -119,13 +118,6 @@ class Models(abc.ABC):
     def heal(self) -> None:  # noqa: B027
         """Do what `messages.Heal` says."""
 
-    def look_ahead(self) -> None:  # noqa: B027
-        """Leave the model itself as it is until `settle`: its copy moves, and snapshots are taken of the copy. May be
-        called again."""
-
-    def settle(self) -> None:  # noqa: B027
-        """Move the model by all that its copy was moved by; it may have been changed meanwhile."""
-
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
         """Do what `Receiver.memory_for` says."""
         return None
@@ -196,23 +188,7 @@ class GossipDriver(Receiver):
     def finish_update(self, steps: int, healthy: bool) -> None:
         """Count an update from `steps` steps; `healthy`: the model is finite. `advance` must follow."""
         with self.lock:
-            self.models.settle()
             self._perform(self.protocol.update_finished(self.state, self.transport.now_s(), steps, healthy))
-
-    def between_steps(self) -> bool:
-        """Exchange as is due in the middle of a rollout, without a change of the parameters. True if something is to be
-        sent."""
-        with self.lock:
-            actions = self.protocol.between_steps(self.state, self.transport.now_s())
-            if actions:
-                self.models.look_ahead()
-                self._perform(actions)
-            return len(actions) > 0
-
-    def settle(self) -> None:
-        """Make the moves that are owed: a rollout is broken off."""
-        with self.lock:
-            self.models.settle()
 
     def advance(self) -> bool:
         """Send, mix and give credit as is due. True if the next update may begin; else ask again when something has
@@ -260,7 +236,6 @@ class GossipDriver(Receiver):
     def restart(self) -> None:
         """Begin anew after the transport has paused, when no rank expects anything of another. Collective."""
         with self.lock:
-            self.models.settle()
             self._perform(self.protocol.restart(self.state))
 
     def be_quiet(self, quiet: bool) -> None:
@@ -271,7 +246,6 @@ class GossipDriver(Receiver):
     def finish(self) -> None:
         """Mix whatever has come, after the transport has closed."""
         with self.lock:
-            self.models.settle()
             self._perform(self.protocol.finish(self.state))
 
     # ---- the transport's calls -----------------------------------------------------------------------------------

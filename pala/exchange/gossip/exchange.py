@@ -68,7 +68,6 @@ class GossipExchange(ModelExchange):
         self._comm = comm
         self._parameters = parameters
         self._interrupt = interrupt
-        self._exchanges_between_steps = settings.exchanges_per_update > 1
         self._polls_between_steps = False
         self._is_closed = False  # by `average`
         self._stays = False  # it was told to leave, and has told others, but is there at the end
@@ -120,7 +119,6 @@ class GossipExchange(ModelExchange):
         self.driver.trace = trace
 
     def stop_now(self, reason: Stop) -> None:
-        self.driver.settle()  # perhaps a signal broke off a rollout
         self.driver.end(reason)
 
     @property
@@ -216,8 +214,6 @@ class GossipExchange(ModelExchange):
     def between_steps(self) -> None:
         self._polls_between_steps = True
         self._transport.poll()
-        if self._exchanges_between_steps and self._has_updated and self.driver.between_steps():
-            self._transport.poll()  # off with the answers
 
     def count(self, steps: int) -> None:
         """Count an update from `steps` steps after which this rank exchanges nothing."""

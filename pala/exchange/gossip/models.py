@@ -3,7 +3,6 @@
 | memory | blocks of a whole message |
 |---|---|
 | snapshots on their way | two (`driver.py`); `paired`: one an open offer or answer, at most two a peer |
-| models that exchange in the middle of a rollout | two, on the parameters' device: they are compared at its end |
 | what is being received | one; `TopK` has another, the sum of what came: they change places |
 """
 
@@ -135,8 +134,6 @@ class TensorModels(Models):
         self._parameters = parameters
         self._codec = codec
         self._wire = wire
-        self._model = parameters  # that moves, and of which snapshots are taken: the parameters or `_ahead`
-        self._ahead, self._acting = parameters[:0], parameters[:0]  # as `look_ahead`; the parameters of the rollout
         self._incoming = ReceiveBuffer(wire, codec, parameters.device)
         self._opened: Message | None = None
         self._parts: dict[int, Part] = {}  # that the offers in the inbox hold, by their senders
@@ -145,11 +142,11 @@ class TensorModels(Models):
         return SendBuffer(self._wire, self._codec, self._parameters.device)
 
     def fill(self, snapshot: SendBuffer, message: Message, whole: bool) -> int:
-        snapshot.fill(message, self._model, whole)
+        snapshot.fill(message, self._parameters, whole)
         return len(snapshot.data)
 
     def fill_answer(self, snapshot: SendBuffer, message: Message, peer: int) -> int:
-        snapshot.fill_part(message, self._model, self._parts.pop(peer))
+        snapshot.fill_part(message, self._parameters, self._parts.pop(peer))
         return len(snapshot.data)
 
     def control(self, message: Message) -> Bytes:
@@ -179,35 +176,22 @@ class TensorModels(Models):
         self._codec.clear()
 
     def mix(self, own_weight: float, measure: bool) -> Tensor | None:
-        return self._codec.mix(self._model, own_weight, measure)
+        return self._codec.mix(self._parameters, own_weight, measure)
 
     def pull(self, fraction: float, measure: bool) -> Tensor | None:
-        return self._codec.pull(self._model, fraction, measure)
+        return self._codec.pull(self._parameters, fraction, measure)
 
     def keep(self, offer: SendBuffer) -> None:
         offer.change = self._codec.difference(offer.held, in_place=offer.pending == 0)
 
     def move(self, offer: SendBuffer, fraction: float) -> None:
         assert offer.change is not None, "an offer moves this rank's model only when it was answered"
-        self._codec.move(self._model, offer.change, fraction)
+        self._codec.move(self._parameters, offer.change, fraction)
         offer.change = None
 
     def heal(self) -> None:
         self._parts.clear()
-        self._codec.heal(self._model)
-
-    def look_ahead(self) -> None:
-        if self._model is not self._parameters:
-            return
-        if len(self._ahead) == 0:
-            self._ahead, self._acting = torch.empty_like(self._parameters), torch.empty_like(self._parameters)
-        self._acting.copy_(self._parameters)
-        self._model = self._ahead.copy_(self._parameters)
-
-    def settle(self) -> None:
-        if self._model is not self._parameters:
-            self._parameters.add_(self._ahead.sub_(self._acting))
-            self._model = self._parameters
+        self._codec.heal(self._parameters)
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:
         block = self._incoming.data

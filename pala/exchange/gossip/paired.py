@@ -23,9 +23,6 @@ offer (beside those to peers that are `silent`), and every offer gets one reply,
 B offer to each other at once, the lower rank refuses, as its own offer will do. A rank that takes a model in place of
 its own makes its open offers *void*: their answers belong to a model that is gone.
 
-With `exchanges_per_update` above 1 a rank does all three between two steps of a rollout, too, where the parameters must
-not change. It then exchanges a copy that has the moves already, and its driver makes them at the end of the update.
-
 Which offers are refused and why, what can change the sum, and pairs in step (`max_staleness` 0): docs/architecture.md,
 "Pairs". Pure.
 """
@@ -69,7 +66,6 @@ class Paired(GossipProtocol):
     # ---- events --------------------------------------------------------------------------------------------------
 
     def update_finished(self, s: GossipState, now_s: float, steps: int, healthy: bool = True) -> list[Action]:
-        s.num_offers = 0
         if self._in_step:
             s.only_late_answers = True
             s.offers = {peer: offer._replace(of_earlier_update=True) for peer, offer in s.offers.items()}
@@ -88,21 +84,6 @@ class Paired(GossipProtocol):
     def is_idle(self, s: GossipState) -> bool:
         may_go_on = s.has_model and s.staleness < self.rules.max_staleness
         return may_go_on and self._waits_for_reply(s) and not (s.to_mix or s.answers)
-
-    def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
-        most = self.rules.exchanges_per_update
-        may_offer = s.num_offers < most and not self._waits_for_reply(s) and len(s.budget.leaders) > 1
-        if most == 1 or not (may_offer or s.to_mix or s.answers):
-            return []
-        self.clock(s, now_s)  # it may have been away
-        if s.between_updates or not s.has_model or s.budget.stop is not Stop.NONE:
-            return []
-        actions = self._adopt(s)
-        if self.can_mix(s):
-            actions += self._mix(s, give_credit=True)
-        if may_offer and not s.owed:
-            s.owed += self._next_peers(s)
-        return actions + (self._offer(s) if may_offer else [])
 
     def unreadable_model_came(self, s: GossipState, sender: int) -> list[Action]:
         """Take note of what was an offer or the answer to one; neither is open any more."""
@@ -139,7 +120,6 @@ class Paired(GossipProtocol):
         s.owed.clear()
         s.lock.acquire(peer, s.now_s)
         s.offers[peer] = Offer(s.round)
-        s.num_offers += 1
         return [SendModel(self._message(s, Kind.OFFER), (peer,), self._goes_whole(s, peer))]
 
     def _take_in(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:

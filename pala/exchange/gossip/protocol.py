@@ -114,11 +114,6 @@ class GossipProtocol(abc.ABC):
         meanwhile and no peer falls silent."""
         return False
 
-    def between_steps(self, s: GossipState, now_s: float) -> list[Action]:
-        """Do what may be done in the middle of a rollout, whose parameters must not change. Moves are then owed to the
-        model, and made at the end of the update. Where models travel one way, nothing is done here."""
-        return []
-
     def message_came(
         self, s: GossipState, message: Message, took_s: float = 0.0, late: bool = False, rejected: bool = False
     ) -> list[Action]:

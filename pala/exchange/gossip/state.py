@@ -37,9 +37,6 @@ class Rules:
     """Seconds until a waiting rank sends its model once more."""
     patience_s: float = 5.0
     """Seconds that others may keep a rank waiting; longer if its own updates take long."""
-    exchanges_per_update: int = 1
-    """Offers that a rank may make in an update of the paired exchange. With more than one, ranks offer, answer and
-    move between two steps of a rollout, too."""
     mixing: str = "uniform"
     own_topology: Peers | None = None
     """A user's own, in place of the named one."""
@@ -53,7 +50,6 @@ class Rules:
             int(derive(seed, 0, "topology")[0]),
             whole_every,
             patience_s=exchange.patience_s,
-            exchanges_per_update=exchange.exchanges_per_update,
             mixing=exchange.mixing,
             own_topology=own_topology,
         )
@@ -71,7 +67,7 @@ class Rules:
     @property
     def in_step(self) -> bool:
         """Whether the two ranks of a pair make each update from one model."""
-        return RULES[self.mixing].by_pairs and self.max_staleness == 0 and self.exchanges_per_update == 1
+        return RULES[self.mixing].by_pairs and self.max_staleness == 0
 
 
 class Offer(NamedTuple):
@@ -84,7 +80,7 @@ class Offer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class GossipState:
-    """One rank's numbers, and sets and dicts of numbers. From `offers` to `num_offers` they are the paired
+    """One rank's numbers, and sets and dicts of numbers. From `offers` to `refusing` they are the paired
     exchange's; the last three are of ranks that leave."""
 
     budget: StepBudget
@@ -121,7 +117,6 @@ class GossipState:
     only_late_answers: bool = False  # each is to an offer of an earlier update
     offer_numbers: dict[int, int] = field(default_factory=dict)  # of the offers to mix, by sender; replies repeat them
     refusing: set[int] = field(default_factory=set)  # peers that have refused this rank's last offer to them
-    num_offers: int = 0  # made since the last update ended
     leaves: bool = False  # as soon as another rank has shown that it has a model of use
     stayers: set[int] = field(default_factory=set)  # those that have
     leavers: set[int] = field(default_factory=set)  # ranks that were told to leave, and wait for this one's reply

@@ -25,7 +25,7 @@ from typing import Annotated, NoReturn
 import tyro
 
 from pala.config.presets import read
-from pala.lab.compare.collect import copies_in, keep, load
+from pala.lab.compare.collect import copies_in, keep, left_out_of, load
 from pala.lab.compare.execute import Executor, chosen, nothing_missing
 from pala.lab.compare.notes import left_out
 from pala.lab.compare.plan import Plan, Planned, Preset, shipped_preset
@@ -83,6 +83,10 @@ def compare(command: Command) -> list[Planned]:
     _check_conditions(plan, results)
     for run in (*added, *copies_in(results)):  # now, and not when all has been trained
         plan.game_of(run_folder.config_of(run), run)
+    for run in added:
+        run_folder.check_trains_as_before(run)
+    if left := left_out_of(results):
+        log(f"Trained with settings that are gone, and left out: {', '.join(left)}.")
     if not runs and not (added or command.report_only or command.gather):
         for note in left_out(plan):
             log(note)

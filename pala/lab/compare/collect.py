@@ -47,7 +47,7 @@ def keep(run: Path, folder: Path) -> None:
     refuse_links(run)  # results are published
     name = Path(os.path.abspath(run)).name  # noqa: PTH100  also of ".", and a link's own
     number, copy = 1, folder / name
-    earlier = {path.name: path for path in copies_in(folder.parent, folder)}
+    earlier = {path.name: path for path in _all_copies(folder.parent, folder)}
     while copy.name in earlier and _begun(earlier[copy.name]) != begun:
         number += 1
         copy = folder / f"{name}-{number}"
@@ -70,10 +70,20 @@ def keep(run: Path, folder: Path) -> None:
         raise PalaError(f"Run '{run}' cannot be copied to '{copy}': {reason(error)}.") from None
 
 
-def copies_in(results: Path, folder: Path | None = None) -> list[Path]:
-    """Return the copies of runs in a folder of results, by name: of its archive, and of `folder` (default: `runs/`).
-    Raises PalaError."""
-    found = (*published(results), *(folder or results / "runs").glob("*"))
+def copies_in(results: Path) -> list[Path]:
+    """Return the copies of runs in a folder of results, by name: of its archive, and of `runs/`. Those trained with
+    settings that are gone are left out: none of today's variants is theirs. Raises PalaError."""
+    copies = _all_copies(results, results / "runs")
+    return [run for run in copies if not run_folder.gone_settings(run_folder.read(run))]
+
+
+def left_out_of(results: Path) -> list[str]:
+    """Return the names of the copies that `copies_in` leaves out. Raises PalaError."""
+    return [run.name for run in _all_copies(results, results / "runs") if run not in copies_in(results)]
+
+
+def _all_copies(results: Path, folder: Path) -> list[Path]:
+    found = (*published(results), *folder.glob("*"))
     copies = {run.name: run for run in found if (run / "run.json").exists()}
     return [copies[name] for name in sorted(copies)]
 

@@ -123,8 +123,8 @@ def _check_alike(benchmark: dict[str, Any], path: Path) -> None:
     exchanges = benchmark["config"]["exchange"].get("exchanges_per_update", 1)
     if exchanges > 1:
         raise PalaError(
-            f"'{path}' was measured with {exchanges} exchanges an update, but one is simulated. Measure with "
-            "`--exchange.exchanges-per-update 1`."
+            f"'{path}' was measured by an earlier PALA with {exchanges} exchanges an update; today each update has "
+            "one. Measure again."
         )
     slowdown = benchmark["options"].get("slowdown", 1)
     if slowdown > 1:

@@ -285,8 +285,6 @@ def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
         config.seed,
         slowness=_slowness(conditions),
         patience_s=100.0 + 20 * delay,
-        exchanges_per_update=exchange.exchanges_per_update if RULES[method].by_pairs else 1,
-        rollout_steps=config.a2c.rollout_steps,
     )
     return timed_in_updates(made, delay)
 

@@ -17,7 +17,7 @@ from pala.config.catalogue import RULES
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.report.page import Column, table
-from pala.system.command_line import check_choices, check_least, check_named, read_command
+from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
 
 _PROGRAM = "pala.simulate progress"
@@ -35,8 +35,6 @@ class Command:
     """Numbers of ranks."""
     delays: tuple[float, ...] = (0.05, 1.0, 3.0, 10.0)
     """Times that a model is under way, in updates."""
-    exchanges_per_update: int = 1
-    """`exchange.exchanges_per_update`, for paired."""
     seed: int = 1
     """Seed of all delays."""
 
@@ -62,14 +60,13 @@ _COLUMNS: list[Column[_Row]] = [
 ]
 
 
-def measure(mixing: str, ranks: int, delay: float, slowness: float, seed: int, exchanges: int = 1) -> Progress:
+def measure(mixing: str, ranks: int, delay: float, slowness: float, seed: int) -> Progress:
     """Play the updates of all ranks, and return what the mixing left of them."""
     scenario = Scenario(
         ranks,
         mixing=mixing,
         budget_steps=ranks * _UPDATES,
         seed=seed,
-        exchanges_per_update=exchanges,
         slowness=() if slowness == 1 else (slowness, *[1.0] * (ranks - 1)),
     )
     made = np.zeros(ranks)
@@ -92,11 +89,9 @@ def run(arguments: list[str]) -> None:
     check_named(command, "mixings", "ranks", "delays")
     if not all(map(math.isfinite, command.delays)) or min(command.ranks) < 2 or min(command.delays) < 0:
         raise PalaError("'--ranks' must be at least 2, and '--delays' 0 and finite.")
-    check_least("exchanges-per-update", command.exchanges_per_update, 1)
     rows = []
     for ranks, delay, slowness in itertools.product(command.ranks, command.delays, _SLOWNESS):
         for mixing in command.mixings:
-            exchanges = command.exchanges_per_update if RULES[mixing].by_pairs else 1
-            found = measure(mixing, ranks, delay, slowness, command.seed, exchanges)
+            found = measure(mixing, ranks, delay, slowness, command.seed)
             rows.append((ranks, delay, slowness, mixing, found))
     print(table(_COLUMNS, rows))

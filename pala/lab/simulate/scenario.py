@@ -64,10 +64,6 @@ class Scenario:
     """Ranks whose every update between these two times makes their model NaN."""
     whole_every: int = 1
     """One of this number of sends carries a whole model. A part heals nobody; in all else it counts here as a model."""
-    exchanges_per_update: int = 1
-    """Offers that a rank may make in an update of the paired exchange; with more than 1, between two steps, too."""
-    rollout_steps: int = 5
-    """Steps of an update, at equal intervals, after which a rank may exchange."""
 
 
 def timed_in_updates(scenario: Scenario, delay: float) -> Scenario:

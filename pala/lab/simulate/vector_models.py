@@ -50,8 +50,6 @@ class VectorModels(Models):
         self._network = network
         self._stopped = stopped
         self._keeps_own = keeps_own
-        self.ahead: np.ndarray | None = None  # as `look_ahead`; with the moves that are owed
-        self._acting = model  # what the model was then
         self.mixes = 0
         self.oldest_mixed_s = 0.0  # greatest age of a model when it was mixed, but for time in which its own aged, too
         self.faults: list[str] = []  # what must not be done with models
@@ -68,7 +66,7 @@ class VectorModels(Models):
         return VectorPacket()
 
     def fill(self, snapshot: VectorPacket, message: Message, whole: bool) -> int:
-        snapshot.data = Sent(message if whole else message._replace(format=Format.TOP_K), self._moving.copy())
+        snapshot.data = Sent(message if whole else message._replace(format=Format.TOP_K), self.model.copy())
         snapshot.change, snapshot.heals = None, self.heals
         self.owed.pop(snapshot, None)
         return 0
@@ -102,10 +100,10 @@ class VectorModels(Models):
 
     def mix(self, own_weight: float, measure: bool) -> None:
         fraction = self.inbox_weight / (own_weight + self.inbox_weight)
-        self._replace(self._moving + fraction * (self.inbox / self.inbox_weight - self._moving))
+        self._replace(self.model + fraction * (self.inbox / self.inbox_weight - self.model))
 
     def pull(self, fraction: float, measure: bool) -> None:
-        self._replace(self._moving + fraction * (self.inbox - self.inbox_weight * self._moving))
+        self._replace(self.model + fraction * (self.inbox - self.inbox_weight * self.model))
 
     def keep(self, offer: VectorPacket) -> None:
         assert offer.data is not None and offer.data.model is not None
@@ -119,37 +117,19 @@ class VectorModels(Models):
         if offer.heals < self.heals:
             self.faults.append("moved by what its model was before it was healed")
         self.owed.pop(offer, None)
-        self._become(self._moving + fraction * offer.change)
+        self._become(self.model + fraction * offer.change)
 
     def heal(self) -> None:
         if not self.inbox_whole:
             self.faults.append("was healed by a part of a model")
-        if self.ahead is not None:
-            self.faults.append("was healed while moves were owed to it")
         self.heals += 1
         if self._network.now >= self._stopped[0]:
             self._stopped = 0.0, 0.0  # its own model is no excuse
-        old, self.ahead = self.with_owed, None
+        old = self.model
         self._replace(self.inbox / self.inbox_weight)
         self.unmatched += self.model - old
         for offer in list(self.owed):
             self.take_for_lost(offer)
-
-    @property
-    def with_owed(self) -> np.ndarray:
-        """The model with the moves that are owed to it."""
-        return self.model if self.ahead is None else self.model + (self.ahead - self._acting)
-
-    @property
-    def _moving(self) -> np.ndarray:
-        return self.model if self.ahead is None else self.ahead
-
-    def look_ahead(self) -> None:
-        if self.ahead is None:
-            self.ahead, self._acting = self.model.copy(), self.model.copy()
-
-    def settle(self) -> None:
-        self.model, self.ahead = self.with_owed, None
 
     def owe(self, offer: VectorPacket, move: np.ndarray) -> None:
         """Note the move that is due since a peer has answered this rank's offer, and moved."""
@@ -174,7 +154,4 @@ class VectorModels(Models):
 
     def _become(self, model: np.ndarray) -> None:
         self.mixes += 1
-        if self.ahead is None:
-            self.model = model
-        else:
-            self.ahead = model
+        self.model = model

@@ -102,7 +102,6 @@ class VirtualCluster(VirtualNetwork):
             s.whole_every,
             again_s=s.again_s,
             patience_s=s.patience_s,
-            exchanges_per_update=s.exchanges_per_update,
             mixing=s.mixing,
         )
         protocol = self._protocol(rules)
@@ -153,7 +152,7 @@ class VirtualCluster(VirtualNetwork):
         not change it."""
         all_models = [rank.models for rank in self.ranks]
         owed = [move for models in all_models for move in models.owed.values()]
-        return np.add.reduce([models.with_owed - models.unmatched for models in all_models] + owed)
+        return np.add.reduce([models.model - models.unmatched for models in all_models] + owed)
 
     @property
     def mean_model(self) -> np.ndarray:
@@ -169,24 +168,7 @@ class VirtualCluster(VirtualNetwork):
         factor = s.slowness[rank.number] if s.slowness else 1.0
         pause_s = self._draw(s.pause_s) if self._random.random() < s.pause_probability else 0.0
         took_s = self._draw(s.update_s) * factor + pause_s
-        if s.exchanges_per_update > 1:
-            for step in range(1, s.rollout_steps):
-                self._at(self.now + took_s * step / s.rollout_steps, self._look_between_steps, rank)
         self._at(self.now + took_s, self._finish_update, rank)
-
-    def _look_between_steps(self, rank: Rank) -> None:
-        if rank.number in self.dead or self.is_stopped(rank.number, self._look_between_steps, rank):
-            return
-        if not rank.staleness:  # its first rollout: it has nothing to give yet
-            return
-        models = rank.models
-        mixes = rank.models.mixes
-        acting = rank.model.tobytes()
-        rank.driver.between_steps()
-        if models.mixes > mixes:
-            rank.since_mix, rank.waited_since_mix_s = 0, 0.0
-        if rank.model.tobytes() != acting:
-            self.violations.append(f"at {self.now} s the model that rank {rank.number} acts with changed")
 
     def _look_in_sleep(self, rank: Rank) -> None:
         """Let a spare that sleeps look at what it has heard."""
@@ -256,8 +238,6 @@ class VirtualCluster(VirtualNetwork):
         rank.waited_since_mix_s = max(rank.waited_since_mix_s, waited_s)
         if models.mixes > mixes or len(rank.state.living) == 1:
             rank.since_mix, rank.waited_since_mix_s = 0, 0.0
-        if models.ahead is not None:
-            self.violations.append(f"at {self.now} s rank {rank.number} went on without the moves owed to it")
         self.violations += [f"at {self.now} s rank {rank.number} {fault}" for fault in models.faults]
         models.faults.clear()
         if rank.state.budget.stop is not Stop.NONE:
