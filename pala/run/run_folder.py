@@ -270,8 +270,8 @@ def check_trains_as_before(path: Path) -> None:
         settings = " and ".join(f"'{key}' {value!r}" for key, value in gone.items())
         commit = record["segments"][0].get("git_commit")
         raise PalaError(
-            f"Run '{path}' was trained with {settings}, which PALA no longer has. It can be evaluated and drawn; to go "
-            f"on, take the PALA that began it{f' (commit {commit})' if commit else ''}."
+            f"Run '{path}' was trained with {settings}, which PALA no longer has. It can be evaluated and drawn. To "
+            f"continue it, use the PALA that began it{f' (commit {commit})' if commit else ''}."
         )
 
 
