@@ -12,7 +12,7 @@ interrupted.
     python results/mixing/minatar_bed.py in_step        pairs that go in step
     python results/mixing/minatar_bed.py held_out       each method's best setting on a game that chose none of them
     python results/mixing/minatar_bed.py start --ranks 2 4 16   the first updates: bias-corrected squares, a warm-up
-    python results/mixing/minatar_bed.py groups         groups of ranks that average their gradients and gossip as one
+    python results/mixing/minatar_bed.py groups --ranks 16 32   groups of ranks that average their gradients and gossip
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the tables of it.
 """
@@ -296,7 +296,7 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
             for start in starts
         ]
     if stage == "groups":
-        return [job for seed in fresh for game in games for job in _jobs_of_groups(game, seed)]
+        return [job for seed in fresh for game in games for job in _jobs_of_groups(game, ranks, seed)]
     chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
     if stage == "final":
         chosen += [(n, setting) for n, setting in _ASKED if n in ranks and (n, setting) not in chosen]
@@ -322,10 +322,12 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
     ]
 
 
-def _jobs_of_groups(game: str, seed: int) -> list[Job]:
-    """Groups of each kind, and synchronous A2C with as many environments, which is one group of all ranks."""
-    groups = [_job(game, count, GROUPS_SETTING, seed)._replace(envs=16 * ranks // count) for ranks, count in GROUPS]
-    rivals = [_job(game, ranks, setting, seed) for ranks in (16, 32) for setting in GROUPS_RIVALS]
+def _jobs_of_groups(game: str, ranks: list[int], seed: int) -> list[Job]:
+    """Groups of each kind, of so many ranks in all, and synchronous A2C with as many environments, which is one group
+    of all ranks."""
+    kinds = [(n, count) for n, count in GROUPS if n in ranks]
+    groups = [_job(game, count, GROUPS_SETTING, seed)._replace(envs=16 * n // count) for n, count in kinds]
+    rivals = [_job(game, n, setting, seed) for n in dict.fromkeys(n for n, _ in kinds) for setting in GROUPS_RIVALS]
     if game not in SWEPT:
         return [job._replace(total_steps=held_out_steps(16)) for job in groups + rivals]
     return groups + rivals
