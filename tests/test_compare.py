@@ -42,7 +42,7 @@ from support.mpi import Job, Launcher, processes_in, ranks_in
 pytest.importorskip("matplotlib")
 from matplotlib.patches import Rectangle
 
-from support.comparisons import GAME, PRESET, make_run, plan_of, section
+from support.comparisons import GAME, PRESET, make_run, plan_of, section, set_gone
 
 
 @pytest.fixture
@@ -382,6 +382,25 @@ def test_another_evaluation_is_refused(there: Path, no_pictures: None) -> None:
     make_run(planned.folder, replace(planned.config, evaluation=evaluation), 1)
     with pytest.raises(PalaError, match=r"was made with 'evaluation.max_episode_steps' 7, but the comparison now asks"):
         task_of(planned, Path("results/tiny"))
+
+
+def test_runs_with_settings_that_are_gone_are_not_those_of_today(
+    there: Path, no_pictures: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is to be made is refused, one given by `--add`, too; copies in the results are left out, and named."""
+    plan = plan_of()
+    plant(plan, {"gossip": (2000, 2000), "none": (1000, 1000)})
+    report()
+    old = plan.runs[0].folder
+    set_gone(old, "exchange.exchanges_per_update", 4)
+    with pytest.raises(PalaError, match=r"with 'exchange.exchanges_per_update' 4, which .* to be compared it needs"):
+        task_of(plan.runs[0], Path("results/tiny"))
+    with pytest.raises(PalaError, match="to be compared it needs"):
+        report(old)
+    set_gone(Path("results/tiny/runs") / old.name, "exchange.exchanges_per_update", 4)
+    _, rows = report()
+    assert len(rows) == 7
+    assert f"Trained with settings that are gone, and left out: {old.name}." in capsys.readouterr().err
 
 
 def test_a_run_in_the_results_that_was_made_otherwise_is_no_hindrance(there: Path, no_pictures: None) -> None:

@@ -200,6 +200,14 @@ def test_the_number_of_ranks_tells_runs_apart(tmp_path: Path) -> None:
     assert list(_grouped(runs, "preset")) == ["1 rank", "4 ranks"]
 
 
+def test_settings_that_are_gone_tell_runs_apart(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(seed), replace(CONFIG, seed=seed)) for seed in (1, 2)]
+    record = json.loads((runs[1] / "run.json").read_text())
+    record["config"]["exchange"]["exchanges_per_update"] = 4
+    (runs[1] / "run.json").write_text(json.dumps(record))
+    assert len(_grouped([read(run) for run in runs], "preset")) == 2
+
+
 def test_how_long_a_job_may_wait_does_not_tell_runs_apart(tmp_path: Path) -> None:
     patient = replace(CONFIG, seed=2, run=replace(CONFIG.run, start_timeout_s=600))
     runs = [read(make_run(tmp_path / str(config.seed), config)) for config in (CONFIG, patient)]

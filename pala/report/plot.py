@@ -43,6 +43,7 @@ from pala.report.pictures import (
     write_picture,
 )
 from pala.report.runs import Axis, RunData, published
+from pala.run.run_folder import gone_settings
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.output import log, print_result
@@ -77,6 +78,7 @@ class Run(RunData):
             "python_environment": self.last.get("python_environment", False),
             "python_network": self.last.get("python_network", False),
         }
+        facts |= gone_settings(self.record)
         if facts["python_network"]:
             facts["parameters"] = self.last.get("parameters")  # what tells one network made in Python from another
         if facts["python_environment"]:

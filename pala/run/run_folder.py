@@ -17,7 +17,7 @@ from pala.run.lock import LOCK, cannot_be_made, is_locked
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError, SaveError, reason
 from pala.system.files import dated, read_json, refuse_links, write_json
-from pala.system.tables import merged
+from pala.system.tables import flatten, merged
 
 POLICY, BEST_POLICY = "policy.safetensors", "best_policy.safetensors"
 CODE_ENDINGS = ("txt", "pkl")  # of a factory's name, and of a pickled one (`user_code.py`)
@@ -42,6 +42,8 @@ _GONE: dict[str, dict[str, Any]] = {
 }
 """Settings that are gone, each with the value by which training is as it is today; None: any. A run with another value
 is evaluated and drawn as any, but neither resumed nor compared."""
+_READ_BY = {"gradient_clipping": ("gossip", "shared_memory"), "exchanges_per_update": ("gossip",)}
+"""Kinds of exchange that read them, where some did not."""
 
 
 class FromPython(NamedTuple):
@@ -252,26 +254,25 @@ def _as_of_today(config: dict[str, Any]) -> dict[str, Any]:
 
 def gone_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are gone and changed how this run was trained, by their full keys."""
-    config = record["config"]
-    sections = ((section, gone, config.get(section)) for section, gone in _GONE.items())
+    found = flatten({section: record["config"].get(section, {}) for section in _GONE})
+    kind = record["config"].get("exchange", {}).get("kind")
     return {
-        f"{section}.{key}": own[key]
-        for section, gone, own in sections
-        if isinstance(own, dict)
+        f"{section}.{key}": found[f"{section}.{key}"]
+        for section, gone in _GONE.items()
         for key, neutral in gone.items()
-        if key in own and neutral not in (None, own[key])
+        if found.get(f"{section}.{key}", neutral) != neutral is not None and kind in _READ_BY.get(key, (kind,))
     }
 
 
-def check_trains_as_before(path: Path) -> None:
-    """Raise PalaError for a run that this PALA cannot train any further as it was begun."""
+def check_trains_as_before(path: Path, what: str = "continued") -> None:
+    """Raise PalaError for a run that was trained with settings that are gone, which is not to be `what`."""
     record = read(path)
     if gone := gone_settings(record):
         settings = " and ".join(f"'{key}' {value!r}" for key, value in gone.items())
         commit = record["segments"][0].get("git_commit")
         raise PalaError(
-            f"Run '{path}' was trained with {settings}, which PALA no longer has. It can be evaluated and drawn. To "
-            f"continue it, use the PALA that began it{f' (commit {commit})' if commit else ''}."
+            f"Run '{path}' was trained with {settings}, which PALA no longer has. It can be evaluated and drawn; to be "
+            f"{what} it needs the PALA that began it{f' (commit {commit})' if commit else ''}."
         )
 
 

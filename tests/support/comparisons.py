@@ -85,5 +85,12 @@ def stamp(type_: str, time_s: float, steps: float) -> Record:
     return {"type": type_, "time_s": time_s, "local_steps": int(steps), "global_steps": int(steps), "segment": "s"}
 
 
+def set_gone(run: Path, key: str, value: Any) -> None:
+    """Let a run's record have a setting that is gone."""
+    record, (name, _, own) = json.loads((run / "run.json").read_text()), key.partition(".")
+    record["config"][name][own] = value
+    (run / "run.json").write_text(json.dumps(record))
+
+
 def section(page: str, title: str) -> str:
     return page.partition(f"## {title}\n")[2].partition("\n## ")[0]

@@ -84,7 +84,7 @@ def compare(command: Command) -> list[Planned]:
     for run in (*added, *copies_in(results)):  # now, and not when all has been trained
         plan.game_of(run_folder.config_of(run), run)
     for run in added:
-        run_folder.check_trains_as_before(run)
+        run_folder.check_trains_as_before(run, "compared")
     if left := left_out_of(results):
         log(f"Trained with settings that are gone, and left out: {', '.join(left)}.")
     if not runs and not (added or command.report_only or command.gather):
@@ -183,7 +183,8 @@ def _unfinished(runs: Sequence[Planned], results: Path) -> list[Planned]:
 def _report(plan: Plan, added: list[Path], results: Path) -> None:
     """Copy all runs into the results and report what is there."""
     copies = results / "runs"
-    made = [run.folder for run in plan.runs if (run.folder / "run.json").exists()]
+    begun = (run.folder for run in plan.runs if (run.folder / "run.json").exists())
+    made = [run for run in begun if not run_folder.gone_settings(run_folder.read(run))]
     for run in added:
         load(run, plan)  # one that has no place in the comparison should not be copied
     once: dict[Path, Path] = {}

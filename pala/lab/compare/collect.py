@@ -79,7 +79,8 @@ def copies_in(results: Path) -> list[Path]:
 
 def left_out_of(results: Path) -> list[str]:
     """Return the names of the copies that `copies_in` leaves out. Raises PalaError."""
-    return [run.name for run in _all_copies(results, results / "runs") if run not in copies_in(results)]
+    kept = set(copies_in(results))
+    return [run.name for run in _all_copies(results, results / "runs") if run not in kept]
 
 
 def _all_copies(results: Path, folder: Path) -> list[Path]:

@@ -83,6 +83,7 @@ def task_of(planned: Planned, published: Published) -> Task | None:
 def _rest_of(planned: Planned, made: Made) -> Task | None:
     """Return what a run needs that has begun in its own folder. Raises PalaError if it was made otherwise."""
     folder = made.folder
+    run_folder.check_trains_as_before(folder, "compared")
     if misfits := made.misfits(planned):
         key, (found, asked) = next(iter(misfits.items()))
         if key == "ranks":
