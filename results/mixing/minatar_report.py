@@ -101,7 +101,7 @@ def together(results: Results) -> str:
     def cell(ranks: int, ours: Setting, theirs: Setting) -> tuple[str, str]:
         games = sorted({game for game, n, _ in there if n == ranks and (game, n, ours) in there})
         pairs = [(there[game, ranks, ours], there.get((game, ranks, theirs), [])) for game in games]
-        pairs = [(np.array(a), np.array(b)) for a, b in pairs if b]
+        pairs = [(np.array(a), np.array(b)) for a, b in pairs if len(b) > 1]  # not a look at a single seed
         middle = np.mean([np.log(iqm(a) / iqm(b)) for a, b in pairs])
         drawn = [[iqm(draw.choice(side, (_RESAMPLES, len(side)))) for side in pair] for pair in pairs]
         low, high = np.percentile(np.mean([np.log(a / b) for a, b in drawn], axis=0), [2.5, 97.5])
