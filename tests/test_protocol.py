@@ -469,6 +469,20 @@ def test_a_spare_asks_for_a_model_and_trains_with_the_first_that_comes() -> None
     assert p.has_model and p.weight == 1.25 and sent_to(update(p, 12.4)) != ()
 
 
+def test_a_rank_that_waits_in_vain_to_heal_asks_for_a_model() -> None:
+    """In step on a ring, who sends to it may find another's offer first at each update: schedule 1776777."""
+    p = protocol(rank=0, size=4, topology="ring")
+    assert told(update(p, 0.0, healthy=False)) == [] and told(p.advance(1.9)) == []
+    assert told(p.advance(2.1)) == [(Kind.JOIN, 1), (Kind.JOIN, 2)]
+    assert told(p.advance(2.2)) == [] and told(p.advance(4.3)) == [(Kind.JOIN, 2), (Kind.JOIN, 3)]
+    model_came(p, 3)
+    assert mixed(p.advance(4.4)) == Heal(1) and told(update(p, 9.0)) == []
+    q = protocol(rank=3, size=4, topology="ring", whole_every=1000)
+    update(q)
+    q.message_came(message(q, Kind.JOIN, 1))
+    assert 1 in sent_to(update(q)), "which is not the next on the ring"
+
+
 def test_who_takes_a_place_gets_a_whole_model_and_others_hear_of_it_by_its_steps() -> None:
     p = protocol(size=4, spares=1, whole_every=1000)
     update(p)

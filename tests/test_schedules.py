@@ -400,6 +400,12 @@ def test_a_spare_that_was_told_to_leave_in_its_sleep_is_replaced() -> None:
     assert [rank.number for rank in cluster.living if rank.asleep] == [3]
 
 
+@pytest.mark.parametrize("number", [1_776_777, 1_890_103])
+def test_who_waits_to_heal_gets_a_model_in_step_on_a_ring(number: int) -> None:
+    """Its sender was offered a model first at each update, and in step one exchange an update is enough."""
+    check(schedule(number))
+
+
 def test_who_left_as_training_ends_trains_no_more() -> None:
     """It counted as one that trains, beside the spare in its place."""
     check(schedule(1_000_152))

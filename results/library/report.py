@@ -43,18 +43,19 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def examples() -> str:
-    """Scores at equal steps of all ranks."""
-    scores: dict[tuple[str, int], dict[int, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    """Scores at equal steps of all ranks, and the time of the whole command."""
+    runs: dict[tuple[str, int], dict[int, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for line in lines_of("examples.jsonl"):
-        scores[line["example"], line["budget"]][line["ranks"]].append((line["seed"], line["score"]))
+        runs[line["example"], line["budget"]][line["ranks"]].append(line)
     rows = []
-    for (name, budget), by_ranks in sorted(scores.items()):
+    for (name, budget), by_ranks in sorted(runs.items()):
         digits = 4 if name == "classifier" else 1
         for ranks, found in sorted(by_ranks.items()):
-            each = ", ".join(f"{score:.{digits}f}" for _, score in sorted(found))
-            middle = f"{median(score for _, score in found):.{digits}f}"
-            rows.append([f"`gossip_{name}.py`", f"{budget:,} {UNITS[name]}", str(ranks), middle, each])
-    return table(["example", "budget of all ranks", "ranks", "median score", "each seed, from 1"], rows, 2)
+            each = ", ".join(f"{line['score']:.{digits}f}" for line in sorted(found, key=lambda line: line["seed"]))
+            middle = f"{median(line['score'] for line in found):.{digits}f}"
+            took = spread([line["took_s"] for line in found])
+            rows.append([f"`gossip_{name}.py`", f"{budget:,} {UNITS[name]}", str(ranks), middle, each, took])
+    return table(["example", "budget of all ranks", "ranks", "median score", "each seed, from 1", "seconds"], rows, 2)
 
 
 def key(case: Line) -> tuple[int, int, str, str]:

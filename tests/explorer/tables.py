@@ -147,8 +147,8 @@ class Tables:
         if stop is Stop.NONE or self.case.updates:
             return ()
         if self.case.by_pairs or (self.case.has_clock and mode is not Mode.ENDED):
-            return (Kind.STOP,)
-        return Kind.STOP, Kind.CREDIT, Kind.ASK_WHOLE
+            return Kind.STOP, Kind.JOIN
+        return Kind.STOP, Kind.JOIN, Kind.CREDIT, Kind.ASK_WHOLE
 
     def _left(self, rank: int, peer: int, kind: Kind) -> int:
         """Return that rank after a model has left it: its snapshot may be filled anew."""
@@ -183,6 +183,9 @@ class Tables:
         return number
 
     def _pushed(self, lane: int, letter: int) -> int:
+        """Return the lane with the letter behind the others; but a rank does not ask again what is still to leave."""
+        if self.letters[letter].kind is Kind.JOIN and letter in self.lanes[lane]:
+            return lane
         return self._recall(("push", lane, letter), lambda: self.lane_id((*self.lanes[lane], letter)))
 
     def _recall(self, key: Any, compute: Callable[[], Any]) -> Any:

@@ -47,7 +47,9 @@ def canonical(s: GossipState, rules: Rules, now_s: float, has_ended: bool, perio
         s.stayers.clear()
     if s.has_left or s.budget.stop is not Stop.NONE:
         s.leavers.clear()
+    s.num_asked %= math.lcm(*range(1, size))  # counts the peers to ask, among all others or fewer
     if s.budget.stop is not Stop.NONE:  # it sends no models of its own, and never waits
+        s.asks_again_s, s.num_asked = math.inf, 0
         s.owed.clear()
         s.wants_whole.clear()
         s.gave_up, s.staleness = False, 0
@@ -75,6 +77,8 @@ def _forget_times(s: GossipState, rules: Rules, now_s: float) -> None:
     if s.waits_since_s != math.inf:
         s.waits_since_s = since(s.waits_since_s, rules.patience_s)
         s.sent_again_s = since(s.sent_again_s, rules.again_s)
+    if s.asks_again_s != math.inf:
+        s.asks_again_s = rules.again_s if now_s < s.asks_again_s else 0.0
     s.now_s = since(s.now_s, rules.patience_s)
     # Updates and transfers are taken to be short, so after the first update patience is as set. Longer ones would make
     # it longer; here it may end at any time, or never.

@@ -53,7 +53,7 @@ from pala.system.trace import Trace
 _SNAPSHOTS = 2  # that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
 _MOST_REPLIES = 8  # to one peer that have not left
-_ASKED_AGAIN = (Kind.WISH, Kind.STAY)  # of these one to a peer that has not left is enough
+_ASKED_AGAIN = (Kind.WISH, Kind.STAY, Kind.JOIN)  # of these one to a peer that has not left is enough
 MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 

@@ -78,6 +78,8 @@ class GossipProtocol(abc.ABC):
             s.counts["waits_given_up"] += 1
         elif now_s - s.sent_again_s > self.rules.again_s:
             s.sent_again_s = now_s
+            if not s.healthy:  # it has nothing to send, and who sends to it may find others first, each time
+                s.asks_again_s = min(s.asks_again_s, now_s)
             s.owed += [p for p in self._next_peers(s) if p not in s.owed and s.lock.is_free(p)]
 
     def update_finished(self, s: GossipState, now_s: float, steps: int, healthy: bool = True) -> list[Action]:
@@ -227,8 +229,8 @@ class GossipProtocol(abc.ABC):
         """Take in a model, or a reply to one."""
 
     def _ask(self, s: GossipState) -> list[Action]:
-        """Tell log2 n peers that this rank takes a place and needs a whole model; after a while, others. The rest hear
-        of it by the steps that it makes."""
+        """Tell log2 n peers that this rank takes a place, or waits in vain to heal, and needs a whole model; after a
+        while, others. The rest hear of one that takes a place by the steps that it makes."""
         if s.now_s < s.asks_again_s:
             return []
         living = s.budget.leaders
@@ -240,7 +242,7 @@ class GossipProtocol(abc.ABC):
         return [SendControl(self._message(s, Kind.JOIN), living[(place + i) % n]) for i in sorted(further)]
 
     def _joined(self, s: GossipState, peer: int) -> None:
-        """Count in `peer`, which takes a place; it gets a whole model with the next, or at once if this rank waits."""
+        """Count in `peer`, if it takes a place; it gets a whole model with the next, or at once if this rank waits."""
         s.budget.rank_joined(peer)
         if peer not in s.budget.living:
             return
@@ -346,7 +348,7 @@ class GossipProtocol(abc.ABC):
         senders, received = list(s.to_mix), sum(s.to_mix.values())
         mix = Mix(s.weight, len(senders)) if s.has_model else Heal(len(senders))
         s.to_mix.clear()
-        s.healthy, s.asks_again_s = True, math.inf  # a rank that had no model has one now
+        s.healthy, s.asks_again_s, s.num_asked = True, math.inf, 0  # a rank that had no model has one now
         s.whole_came = s.returning = s.gave_up = False
         s.num_rejected = s.staleness = 0
         s.weight = self._mixing.gained(s.weight, received)

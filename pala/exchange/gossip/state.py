@@ -109,7 +109,7 @@ class GossipState:
     sent_again_s: float = math.inf
     gave_up: bool = False  # waited in vain: goes on without a mix until a model comes
     returning: bool = False  # it was away, and has taken no peer's model since
-    asks_again_s: float = math.inf  # when a rank that takes a place asks for a model
+    asks_again_s: float = math.inf  # when a rank that takes a place, or waits to heal, asks for a model
     num_asked: int = 0
     stale: set[int] = field(default_factory=set)  # peers whose next model may be as old as that of a rank that was away
     offers: dict[int, Offer] = field(default_factory=dict)  # to peers that have not replied
