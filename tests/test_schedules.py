@@ -400,7 +400,7 @@ def test_a_spare_that_was_told_to_leave_in_its_sleep_is_replaced() -> None:
     assert [rank.number for rank in cluster.living if rank.asleep] == [3]
 
 
-@pytest.mark.parametrize("number", [1_776_777, 1_890_103])
+@pytest.mark.parametrize("number", [1_776_777, 1_890_103, 1_981_269])
 def test_who_waits_to_heal_gets_a_model_in_step_on_a_ring(number: int) -> None:
     """Its sender was offered a model first at each update, and in step one exchange an update is enough."""
     check(schedule(number))
