@@ -127,7 +127,7 @@ def test_a_model_is_looked_at_before_it_is_sent_or_mixed(monkeypatch: pytest.Mon
 
     def note(self: models.TensorModels, *arguments: Any) -> int:
         num_bytes = fill(self, *arguments)
-        sent.append(bool(self._model.isfinite().all()))
+        sent.append(bool(self._parameters.isfinite().all()))
         return num_bytes
 
     monkeypatch.setattr(FlatTensors, "is_finite", look)

@@ -236,8 +236,14 @@ class KeepsPartsWhileItMustHeal(OneWay):
 
 
 class ForgetsWhoAsked(OneWay):
+    """Who asks in a credit, and who asks because it has waited in vain."""
+
     def _credit_came(self, s, peer, wants_whole):
         super()._credit_came(s, peer, wants_whole=False)
+
+    def _joined(self, s, peer):
+        super()._joined(s, peer)
+        s.wants_whole.discard(peer)
 
 
 class DropsAndMerges(OneWay):
