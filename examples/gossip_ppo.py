@@ -7,9 +7,9 @@
 Every rank plays environments of its own and makes PPO's updates on its own; after each it sends its model to a peer and
 averages in what a peer sent. Steps are of all environments of all ranks. Nothing but `pala.Gossip` is pala's.
 
-Measured on CartPole, the mean return after 50,000 steps of all ranks with seeds from 1: 500, 500, 491 on one rank,
-500, 500, 317 on two, 219, 158, 105 on four, each of which makes a quarter of the updates.
-Time was not measured on a quiet machine. Raw data: results/library/.
+Measured on CartPole, the mean return after 50,000 steps of all ranks with seeds from 1: 500, 500, 500 on one rank,
+268, 190, 199 on two, 499, 161, 111 on four, each of which makes a quarter of the updates. The medians of the whole
+command's time on 2 cores: 14.0, 10.0 and 14.1 s (results/library/).
 
 Sources, named where they are used:
     PPO    Schulman et al. 2017, Proximal Policy Optimization Algorithms, arXiv:1707.06347

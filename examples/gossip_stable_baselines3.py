@@ -5,8 +5,8 @@
     mpirun -np 4 python examples/gossip_stable_baselines3.py   # four: the same script
 
 Measured on CartPole, the mean return after 50,000 steps of all ranks with seeds from 1: 500, 500, 500 on one rank,
-500, 500, 500 on two, 369, 218, 195 on four, each of which makes a quarter of the updates.
-Time was not measured on a quiet machine. Raw data: results/library/.
+500, 209, 500 on two, 428, 151, 500 on four, each of which makes a quarter of the updates. The medians of the whole
+command's time on 2 cores: 14.3, 10.5 and 15.3 s (results/library/).
 
 Written for Stable-Baselines3 2.9. `GossipCallback` serves every on-policy algorithm of it, such as A2C. Settings are
 rl-baselines3-zoo's of CartPole (hyperparams/ppo.yml), with a constant rate and clip range: Stable-Baselines3 counts
