@@ -255,12 +255,13 @@ def _as_of_today(config: dict[str, Any]) -> dict[str, Any]:
 def gone_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are gone and changed how this run was trained, by their full keys."""
     found = flatten({section: record["config"].get(section, {}) for section in _GONE})
-    kind = record["config"].get("exchange", {}).get("kind")
+    kind = found.get("exchange.kind", "gossip")
     return {
         f"{section}.{key}": found[f"{section}.{key}"]
         for section, gone in _GONE.items()
         for key, neutral in gone.items()
-        if found.get(f"{section}.{key}", neutral) != neutral is not None and kind in _READ_BY.get(key, (kind,))
+        if neutral is not None and found.get(f"{section}.{key}", neutral) != neutral
+        if kind in _READ_BY.get(key, (kind,))
     }
 
 

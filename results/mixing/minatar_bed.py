@@ -155,6 +155,8 @@ def train(job: Job) -> dict[str, Any]:
     from pala.config import Config
     from pala.lab.simulate.learn import Conditions, NotFiniteError, learn
 
+    if job.exchanges > 1 or job.clipping != "own":
+        raise ValueError(f"{job} needs settings that PALA has no more: take commit 816108e3")
     torch.set_num_threads(1)
     config = Config(total_steps=job.total_steps, seed=job.seed)
     config = replace(config, env=replace(config.env, num_envs=job.envs))
