@@ -261,6 +261,29 @@ def starts(results: Results) -> str:
     return table(header, rows) if rows else "Not run yet."
 
 
+def default(results: Results) -> str:
+    """The two settings that the default might have needed: geometric means of AUC ratios over pairs of trainings that
+    differ in one alone, with intervals in which the seeds of each game and number of ranks are resampled."""
+    aucs = {job: line["mean_height"] for job, line in results.items() if job.start == "bias" and job.ranks in (2, 4)}
+    kinds = {"clip as the mean's / own": {"clipping": "own"}, "four exchanges / one": {"exchanges": 1}}
+    rows, draw = [], np.random.default_rng(1)
+    for name, without in kinds.items():
+        cells: dict[tuple[str, int], dict[int, list[float]]] = {}
+        for job, auc in aucs.items():
+            other = job._replace(**without)
+            if other != job and other in aucs:
+                seeds = cells.setdefault((job.game, job.ranks), {})
+                seeds.setdefault(job.seed, []).append(float(np.log(auc / aucs[other])))
+        row = [name]
+        for games in ((SWEPT[0],), (SWEPT[1],), SWEPT):
+            blocks = [np.array(list(seeds.values())) for (game, _), seeds in sorted(cells.items()) if game in games]
+            picks = [block[draw.integers(len(block), size=(_RESAMPLES, len(block)))].mean((1, 2)) for block in blocks]
+            low, high = np.exp(np.percentile(np.mean(picks, axis=0), [2.5, 97.5]))
+            row.append(f"{np.exp(np.mean([block.mean() for block in blocks])):.2f} [{low:.2f}, {high:.2f}]")
+        rows.append(tuple(row))
+    return table(("AUC ratio", *SWEPT, "both"), rows)
+
+
 def longer(results: Results) -> str:
     """Four times the steps: the whole curve, and its last three quarters, beside synchronous A2C of the same seed."""
     long = {job: line for job, line in results.items() if job.total_steps == 4 * TOTAL_STEPS and not job.is_held_out}
@@ -344,6 +367,9 @@ def main() -> None:
     print(groups(results))
     print("\n## The first updates\n\nThe same seeds with bias-corrected mean squares, with a warm-up, and plain.\n")
     print(starts(results))
+    print("\n## Clip and exchanges of the default\n\n2 ranks at 1 x and 4 at 2 x, momentum 0.5, bias-corrected mean")
+    print("squares; four seeds.\n")
+    print(default(results))
     print(f"\n## Longer\n\n16 ranks, {4 * TOTAL_STEPS:,} steps, at the best settings of {TOTAL_STEPS:,}.\n")
     print(longer(results))
     print("\n## Clipping, and pairs in step\n\nGradients clipped as the mean over the ranks would be (`mean`), and an")
