@@ -13,6 +13,7 @@ interrupted.
     python results/mixing/minatar_bed.py held_out       each method's best setting on a game that chose none of them
     python results/mixing/minatar_bed.py start --ranks 2 4 16   the first updates: bias-corrected squares, a warm-up
     python results/mixing/minatar_bed.py groups --ranks 16 32   groups of ranks that average their gradients and gossip
+    python results/mixing/minatar_bed.py ranks --ranks 1 2 4 8 16   the defaults, over three networks and a slow rank
 
 Each training adds a line to `minatar.jsonl` beside this file. `minatar_report.py` makes the tables of it.
 """
@@ -35,7 +36,7 @@ from pala.system.resources import prepare
 FOLDER = Path(__file__).resolve().parent
 STAGES = (
     "sweep", "momentum", "larger", "longer", "stability", "final", "delays", "in_step",
-    "held_out", "groups", "start",
+    "held_out", "groups", "start", "ranks",
 )  # fmt: skip
 SWEPT = ("breakout", "space_invaders")  # settings are chosen on these
 GAMES = (*SWEPT, "asterix", "freeway")
@@ -262,11 +263,13 @@ _STARTS = (  # ranks, environments of each, setting, starts
     (4, 16, Setting("paired", 2, 0.5, 0.8), ("bias", "warm-up 50")),
     (2, 16, Setting("paired", 1, 0.5, 0.8), ("bias", "warm-up 200")),
 )
+_ALONE = ((Setting("allreduce", 1, 0.5, 0.8), "bias"), (Setting("allreduce", 2), "plain"))  # one rank: default, other
+NETWORKS = (0.05, 0.5, 5.0)  # delays in updates: a model of 3.3 MiB over 10, 1 and 0.1 Gbit/s, an update takes 60 ms
 _LONGER = (Setting("allreduce", 1, 0.75, 0.8), Setting("paired", 2, 0.75, 0.8))  # each method's best of 16 ranks
 
 
 def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[Job]:
-    """The trainings of a stage; those of the last five need the others."""
+    """The trainings of a stage; those of `final`, `delays`, `in_step` and `held_out` need the others."""
     trials = itertools.product(range(1, seeds + 1), ranks, games, METHODS)
     if stage == "sweep":
         return [Job(game, n, method, rate, seed) for seed, n, game, method in trials for rate in _RATES[n]]
@@ -297,6 +300,8 @@ def jobs_of(stage: str, games: list[str], ranks: list[int], seeds: int) -> list[
             if n in ranks
             for start in starts
         ]
+    if stage == "ranks":
+        return [job for seed in fresh for n in ranks for game in games for job in _jobs_of_ranks(game, n, seed)]
     if stage == "groups":
         return [job for seed in fresh for game in games for job in _jobs_of_groups(game, ranks, seed)]
     chosen = sorted((n, setting) for n, setting in chosen_settings(read()) if n in ranks)
@@ -333,6 +338,18 @@ def _jobs_of_groups(game: str, ranks: list[int], seed: int) -> list[Job]:
     if game not in SWEPT:
         return [job._replace(total_steps=held_out_steps(16)) for job in groups + rivals]
     return groups + rivals
+
+
+def _jobs_of_ranks(game: str, ranks: int, seed: int) -> list[Job]:
+    """Gossip by the defaults over each network, and with a slow rank on the fast one; 16 ranks also as 4 groups. One
+    rank alone by two settings, as many as synchronous A2C of more ranks has in `final`."""
+    if ranks == 1:
+        return [_job(game, 1, setting, seed)._replace(start=start) for setting, start in _ALONE]
+    default = _job(game, ranks, Setting("paired", min(ranks / 2, 2), 0.5, 0.8), seed)._replace(start="bias")
+    jobs = [default._replace(delay=delay) for delay in NETWORKS] + [default._replace(slow_ranks=1)]
+    if ranks == 16:
+        jobs += [default._replace(ranks=4, envs=64, delay=delay) for delay in NETWORKS]
+    return jobs
 
 
 def _job(game: str, ranks: int, setting: Setting, seed: int, delay: float = 0.05, slow_ranks: int = 0) -> Job:
