@@ -18,7 +18,10 @@ Gossip for a training loop of your own, whatever it trains: `pala.Gossip` (`pala
 
 from __future__ import annotations
 
-import pala.system.search_path  # noqa: F401  first of all: it takes the working directory off the path
+import pala.system.search_path  # first of all: it takes the working directory off the path
+
+# isort: split
+import pala.system.dependencies  # noqa: F401  before what needs them
 
 # isort: split
 import random
