@@ -1,16 +1,17 @@
-"""The look at a policy's entropy early in training: where it stays as it was, nothing is being learned. Pure."""
+"""The look at a policy's entropy over the first half of a training: where it never moves, nothing is learned. Pure."""
 
 from __future__ import annotations
 
-_SHARE_OF_BUDGET = 0.05
-"""Part of the budget after which the entropy should have moved."""
+_SHARE_OF_BUDGET = 0.5
+"""Part of the budget in which the entropy should have moved: 26 of 130 trainings of Atari, which learned, had the
+entropy of their start after 5 % of 2.5 million steps; one had not moved from it after 20 %, none after 40 %."""
 _SHARE_OF_START = 0.01  # of the budget, in which a run that continues may still count as at its start
 _TIMES_FIRST = 5  # steps before the second look, in those before the first: a short run's first record comes late
 _FLAT = 0.01  # of the first value, or of one nat if that is more
 
 
 class EntropyWatch:
-    """Compares the entropy at 5 % of the budget, or later, with the first that was seen, once."""
+    """Compares the entropy with the first that was seen, until it has moved, or half of the budget is used."""
 
     def __init__(self, budget_steps: int, begin_steps: int | None) -> None:
         """`begin_steps`: steps of all ranks when the watch begins; None: not known. A run that continues has no start
@@ -29,14 +30,11 @@ class EntropyWatch:
             self._first = entropy
             self._due_steps = max(self._due_steps, _TIMES_FIRST * global_steps)
             return ""
-        if global_steps < self._due_steps:
+        has_moved = abs(entropy - self._first) > _FLAT * max(1.0, abs(self._first))
+        self._is_done = has_moved or global_steps >= self._due_steps
+        if has_moved or not self._is_done:
             return ""
-        self._is_done = True
-        if abs(entropy - self._first) > _FLAT * max(1.0, abs(self._first)):
-            return ""
-        share = min(1.0, global_steps / self._budget_steps)
         return (
-            f"After {share:.0%} of the budget the policy's entropy is what it was at the start "
-            f"({self._first:.3f} nats): it has not begun to learn. Look whether there are rewards yet; else try a "
-            "larger `--a2c.learning-rate`, or a smaller `--a2c.entropy-coefficient`."
+            f"The policy's entropy has not moved from {self._first:.3f} nats since the start: nothing has been learned. "
+            "Look whether there are rewards, and at docs/learning.md, 'If it does not learn'."
         )
