@@ -35,6 +35,6 @@ class EntropyWatch:
         if has_moved or not self._is_done:
             return ""
         return (
-            f"The policy's entropy has not moved from {self._first:.3f} nats since the start: nothing has been learned. "
-            "Look whether there are rewards, and at docs/learning.md, 'If it does not learn'."
+            f"The policy's entropy has not moved from {self._first:.3f} nats since the start: nothing has been "
+            "learned. Look whether there are rewards, and at docs/learning.md, 'If it does not learn'."
         )
