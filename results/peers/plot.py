@@ -1,9 +1,10 @@
 """Draw time to a score: the peers' episodes (*.csv) beside PALA's curves (curves.csv); and print who took how long.
 
-python results/peers/plot.py        # writes time_to_score.png beside this file
+python results/peers/plot.py [FOLDER]       # of *.csv and time_to_score.png; default: this file's
 """
 
 import csv
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,15 +14,21 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-HERE = Path(__file__).parent
+HERE = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
 TARGETS = {"Breakout": 30.5, "Pong": 0.0}
-NAMES = {"sb3-a2c": "Stable-Baselines3 A2C", "sb3-ppo": "Stable-Baselines3 PPO", "appo": "Sample Factory APPO"}
+NAMES = {
+    "sb3-a2c": "Stable-Baselines3 A2C",
+    "sb3-ppo": "Stable-Baselines3 PPO",
+    "appo": "Sample Factory APPO",
+    "gossip": "PALA, gossip, defaults",
+}
 OWN = {"paired": "PALA, gossip (paired)", "allreduce": "PALA, synchronous A2C"}
 WINDOW, LEAST = 100, 20  # episodes of a mean; fewer at the beginning of a curve, where nothing is printed of it
 
 
 def read_peers():
-    """(name, game, seed) -> minutes, running means of the returns of the last 100 episodes; of fewer, if 20 or more."""
+    """(name, game, seed) -> minutes, running means of the returns of the last 100 episodes; of fewer, if 20 or more.
+    Also of PALA's episodes, where they lie beside them as such a file."""
     curves = {}
     for path in sorted(HERE.glob("*-*-*.csv")):
         name, game, seed = path.stem.rsplit("-", 2)
