@@ -79,7 +79,7 @@ def fresh(results: Results) -> str:
     """Each method at its best settings, fresh seeds, beside the best of synchronous A2C."""
     usual = {
         job: line for job, line in results.items()
-        if not (job.is_of_the_sweep or job.is_of_stability) and job.is_usual and job.ranks <= 16
+        if not (job.is_of_the_sweep or job.is_of_stability) and job.is_usual and 1 < job.ranks <= 16
     }  # fmt: skip
     return _beside_allreduce(usual, best_settings(results))
 
