@@ -51,15 +51,15 @@ def test_train_starts_mpirun_where_an_option_says_on_how_many_ranks(arguments: s
     assert command._starts_ranks(arguments.split()) == starts
 
 
-@pytest.mark.parametrize("words", [["-m", "pala.train"], ["-m", "pala"], ["-c", "import pala"]])
-def test_python_without_the_packages_says_so(words: list[str]) -> None:
+@pytest.mark.parametrize("program", ["pala.train", "pala"])
+def test_python_without_the_packages_says_so(program: str) -> None:
     """As in a checkout whose environment nobody has activated."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    bare = [sys.executable, "-S", *words]
+    bare = [sys.executable, "-S", "-m", program]
     done = subprocess.run(bare, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, env=environment)
     assert done.returncode == 1
     assert "does not have cloudpickle, gymnasium, mpi4py, numpy, torch, tyro. In a checkout run" in done.stderr
-    assert ("Traceback" in done.stderr) == (words[0] == "-c")
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
