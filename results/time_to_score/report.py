@@ -102,7 +102,7 @@ def alone() -> list[dict[str, Any]]:
 
 
 def _without_and_with(method: str, ranks: int) -> list[dict[str, Any]]:
-    """Return the best setting without momentum of the sweep, and the best with it."""
+    """Return settings of which fresh seeds have those that the sweep chose without momentum and with it."""
     return [
         {"method": method, "ranks": ranks, "rate": rate, **momentum}
         for rate in (1, 2, 4)
