@@ -31,7 +31,7 @@ state_of() {
         find "${@:2}" -type f ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum) | sha256sum
 }
 
-# $1: folder, $2: extras. True if they are installed there, and nothing has changed that would have to be installed anew.
+# $1: folder, $2: extras. True if they are installed there, and nothing has changed that would have to be installed again.
 is_installed() {
     local recorded
     recorded=$(cat "$(record_of "$@")" 2>/dev/null) || return 1
@@ -50,12 +50,12 @@ make_venv() {
     if [ -e "$venv/pyvenv.cfg" ] && [ -L "$venv/bin/python" -o -e "$venv/bin/python" ] &&
         [ -z "$(version_of "$venv/bin/python")" ]; then # jobs may run from it elsewhere
         fail "$venv does not run on $(uname -n): its Python is of $(sed -n 's/^home = //p' "$venv/pyvenv.cfg"). Load the" \
-            "module that has it, or, if that Python is gone, remove the folder; then it is made anew."
+            "module that has it, or, if that Python is gone, remove the folder; then it is made again."
     fi
     "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "PALA needs Python 3.10 or newer; '${PYTHON:-python3}' is older or missing. Set PYTHON to another one."
     mkdir -p "$venv" && touch "$mark" && find "$venv" -mindepth 1 -maxdepth 1 ! -name .pala-made -exec rm -rf {} + ||
-        fail "The folder $venv cannot be made anew. Set PALA_VENV to another one."
+        fail "The folder $venv cannot be made again. Set PALA_VENV to another one."
     "${PYTHON:-python3}" -m venv "$venv" ||
         fail "'${PYTHON:-python3} -m venv' failed; on Debian and Ubuntu it needs the package python3-venv."
 }
@@ -66,10 +66,10 @@ stays_as_it_is() {
     [ -n "${SLURM_JOB_ID:-}" ] && [ "$(cat "$(record_of "$@")" 2>/dev/null || echo "$half")" != "$half" ] || return 1
     "$1/bin/python" -m pip --version >/dev/null 2>&1 || return 1
     echo "pala: $1 was installed before $repository changed. Other jobs may run from it, so this one takes it as it is;" \
-        "who may write to it installs anew by './launch/train.sh --help' on a login node." >&2
+        "who may write to it installs again by './launch/train.sh --help' on a login node." >&2
 }
 
-# A command, which a signal ends together with this script. Bash alone would leave it behind, or go on after ^C.
+# A command, which a signal ends together with this script. Bash alone would leave it behind, or continue after ^C.
 end_together() {
     local name names='HUP INT QUIT TERM USR1' status=0
     for name in $names; do

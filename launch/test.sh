@@ -43,7 +43,7 @@ for packages in "$other"/lib/python3*/site-packages; do
 done
 exec 9>&-
 
-# Images of Python set it. Without bytecode each of some hundred ranks would compile PALA anew, for half a second.
+# Images of Python set it. Without bytecode each of some hundred ranks would compile PALA again, for half a second.
 unset PYTHONDONTWRITEBYTECODE
 
 # Named one by one: other environments, build/ and runs/ may lie about here.

@@ -96,7 +96,7 @@ def fit(
 
     Raises PalaError for a mistake that all ranks see; a script that does not catch it ends with the sentence alone,
     printed once. With several ranks, any other error ends the whole job with its traceback, because the other ranks
-    would wait for this one for ever; where the job outlives its ranks (ULFM), it ends this rank alone. The call does
+    would wait for this one forever; where the job outlives its ranks (ULFM), it ends this rank alone. The call does
     not return, and its process ends, on a rank that was told to leave and on a spare that was never needed, where the
     others continue without it.
     """
@@ -226,7 +226,7 @@ def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> Ve
     """Make `num_envs` copies of a run's environment as `evaluate_policy` plays it: whole games, cut where it cuts
     them, rewards unclipped. `load_policy(run)` takes their observations.
 
-    They are gymnasium's, in this process: an environment begins anew in the step in which its episode ends
+    They are gymnasium's, in this process: an environment begins again in the step in which its episode ends
     (`AutoresetMode.SAME_STEP`). `trust_run`: see `load_policy`. Raises PalaError.
     """
     from pala.envs.vector import as_gymnasium

@@ -214,11 +214,11 @@ class Supervisor:
             complete = self._is_complete(before)
             self._only_notes_signals = complete  # from the job's start until here, and for good if it is
             if self._signal is not None:
-                # Who is to go on later evaluates then, but does not try that turn after turn.
+                # Who is to continue later evaluates then, but does not try that turn after turn.
                 is_done = complete and (not self._goes_on or was_complete or self._is_done())
                 end = "the run is not complete"
                 if complete:
-                    left = ", but for what follows training: the same command makes up for it"
+                    left = ", except what follows training: the same command makes up for it"
                     end = f"the run is complete{self._what_failed() if is_done else left}"
                 how = f" with status {status}" * (status != 0)
                 self._say(f"the job ended{how} after {signal.Signals(self._signal).name}; {end}.")
@@ -254,7 +254,7 @@ class Supervisor:
         """Pass a signal on to the job; without one, end. Schedulers repeat theirs; people mean a second ^C."""
         del frame
         if number == LEAVE:
-            self._say(f"{LEAVE.name} is for one rank, which then leaves; this process only supervises, and goes on.")
+            self._say(f"{LEAVE.name} is for one rank, which then leaves; this process only supervises, and continues.")
             return
         again, self._signal = self._signal is not None, number
         if self._job is not None:
@@ -304,7 +304,7 @@ class Supervisor:
     def _end_if_it_does_not_start(self, job: MpiJob, arrivals: Arrivals, segments: int) -> None:
         """Wait until all ranks are up, and end a job that does not get there, or that is told to end before.
 
-        Where MPI is fault-tolerant, ranks wait in MPI_Init for ever for one that ended before; and mpirun loses a
+        Where MPI is fault-tolerant, ranks wait in MPI_Init forever for one that ended before; and mpirun loses a
         signal that comes before it has started them. A job that has made its entry in the run's record has started,
         whatever became of the announcements."""
         latest_s = time.monotonic() + self.start_timeout_s
@@ -428,7 +428,7 @@ class Supervisor:
         run, trust = shlex.quote(str(self.run)), trust_option(self.run, run_folder.config_of(self.run))
         programs = [f"evaluate {run}{trust}" if what == "evaluation" else f"plot {run}" for what in failed]
         commands = " and ".join(f"`pala {program}`" for program in programs)
-        return f", but for its {' and '.join(failed)}: try {commands}"
+        return f", except its {' and '.join(failed)}: try {commands}"
 
     def _steps(self) -> int:
         from pala.run.checkpoint import global_steps  # loads torch: only when something went wrong
@@ -484,11 +484,11 @@ class Supervisor:
         if self._has_record():
             from pala.run.user_code import resume_option  # only when something went wrong
 
-            go_on = f"go on with `{resume_option(self.run, run_folder.config_of(self.run))}`"
+            go_on = f"continue with `{resume_option(self.run, run_folder.config_of(self.run))}`"
         else:
             go_on = "give the same command again; nothing was trained"
             if self._saw_record:
-                go_on = "put its folder back, which was deleted while it trained, or begin anew by the same command"
+                go_on = "put its folder back, which was deleted while it trained, or begin again by the same command"
         self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
         return 1
 
@@ -571,7 +571,7 @@ def _tell_of_other_settings(asked: Command, command: Command) -> None:
     if changed:
         named = "; ".join(f"'{key}' is {shown(now[key])}, in the run {shown(own[key])}" for key in changed)
         log(
-            f"pala train: run '{command.resume}' goes on with its own settings, which are not those that "
+            f"pala train: run '{command.resume}' continues with its own settings, which are not those that "
             f"'{asked.preset}' would give a new one: {named}. What is to change has to be given as an option."
         )
 
@@ -584,7 +584,7 @@ def _tell_of_trust(command: Command) -> None:
         settings = " and ".join(f"'{key}'" for key in named)
         log(
             f"pala train: {settings} names code of your own, which a later start with '--continue' runs only by "
-            "`--trust-run`: add it now, so that the same command goes on with the run."
+            "`--trust-run`: add it now, so that the same command continues the run."
         )
 
 

@@ -1,7 +1,7 @@
 """A long run with random faults: `python tests/long_run.py FOLDER [--ranks 4] [--spares 0] [--hosts 1] [--seed 1] --
 [arguments of pala.train]`.
 
-Starts a training run in FOLDER and disturbs it until it is complete: ranks are stopped and go on (SIGSTOP, SIGCONT),
+Starts a training run in FOLDER and disturbs it until it is complete: ranks are stopped and continue (SIGSTOP, SIGCONT),
 now and then one is killed, and now and then all of them; on virtual hosts (root) the last host's link is cut and
 mended. When half of the ranks are left, or none, the run is ended and resumed with all. Writes what was done
 (`faults.jsonl`) and, every few seconds, what each rank, spares with them, holds of memory, files and threads

@@ -145,7 +145,7 @@ def heal_twice_running(comm: Communicator) -> None:
 
 
 def test_a_rank_is_healed_twice_running_by_one_that_waits_for_it(standing: StandingRanks, tmp_path: Path) -> None:
-    """In step: who has no model says so, which lets its peer go on."""
+    """In step: who has no model says so, which lets its peer continue."""
     standing.run(2, heal_twice_running, cwd=tmp_path)
 
 
@@ -154,7 +154,7 @@ def test_a_rank_is_healed_twice_running_by_one_that_waits_for_it(standing: Stand
 def test_ranks_that_need_healing_and_their_peers_never_wait_for_each_other_for_ever(
     ranks: int, topology: str, max_staleness: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever looks at a buffer is held up at random before it goes on by what it saw."""
+    """Whoever looks at a buffer is held up at random before it continues by what it saw."""
     for name in ("_write", "_all_written"):
         looks = getattr(SharedMemory, name)
 
@@ -263,7 +263,7 @@ def test_the_death_of_a_rank_ends_the_job_with_a_sentence(
     wait_for(lambda: all_train(run, 2), what="training")
     os.kill(pids_of_ranks(tmp_path)[1], signal.SIGKILL)
     job.wait()
-    assert job.status != 0 and "Rank 1 has died, and this 'exchange.kind' cannot go on" in job.output, job.output
+    assert job.status != 0 and "Rank 1 has died, and this 'exchange.kind' cannot continue" in job.output, job.output
     assert not record_of(run)["completed"]
     assert_all_end(tmp_path)
     done = standing.train(2, "--resume", str(run), "--total-steps", "2000", cwd=tmp_path)

@@ -96,7 +96,7 @@ def test_a_run_with_links_is_refused(run: Path) -> None:
 def test_a_run_of_another_user_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ranks_of(run):
         monkeypatch.setattr(os, "getuid", lambda: 54321)
-        with pytest.raises(PalaError, match="only one's own jobs are disturbed"):
+        with pytest.raises(PalaError, match="only your own jobs are disturbed"):
             chaos.ranks_to_shake(run, ALL)
 
 
@@ -392,7 +392,7 @@ def test_figures_of_a_kill() -> None:
 
 
 def test_figures_of_a_stop() -> None:
-    """Of rank 1, from 2 to 5. Rank 0 goes on, rank 2 never does again."""
+    """Of rank 1, from 2 to 5. Rank 0 continues, rank 2 never does again."""
     stop = Fault("stop", 1, 2.0, until_s=5.0)
     history = History(
         [stop], {0: even(0, 9), 1: [*even(0, 2), Interval(2, 6, 2), *even(6, 9)], 2: even(0, 2)}, end_s=9.0
@@ -407,7 +407,7 @@ def test_ranks_that_other_faults_disturb_say_nothing_of_recovery() -> None:
     kill, stop = Fault("kill", 1, 2.0), Fault("stop", 0, 2.5)
     history = History([kill, stop], {0: even(0, 2), 1: even(0, 2), 2: even(0, 5)}, {1: 2.0}, end_s=5.0)
     assert history.others_s(kill) == 1 and history.others_s(stop) == pytest.approx(1.5)
-    assert not history.recovered(stop), "it goes on"
+    assert not history.recovered(stop), "it continues"
     stop.until_s = 3.0
     history.intervals[0] += [Interval(2, 3.2, 1), Interval(3.2, 4.2, 10)]
     assert history.recovered(stop) and history.back_s(stop) == pytest.approx(1.2)

@@ -214,7 +214,7 @@ def test_what_a_run_still_needs(there: Path) -> None:
 
 
 def test_a_run_is_started_with_its_spares(there: Path) -> None:
-    """Also where it goes on: in its record they are not among the ranks."""
+    """Also where it continues: in its record they are not among the ranks."""
     planned = plan_of(PRESET.replace("[variants.gossip]", "[variants.gossip]\nrun.spares = 2")).runs[0]
     for what in ("train", "resume"):
         task = task_of(planned, Path("results/tiny"))
@@ -235,7 +235,7 @@ def test_a_run_in_the_results_is_not_made_again(
     published = {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")}
     assert (
         compare(Command(Path("preset.toml"), only=("gossip",))) == []
-    )  # as in a fresh clone: it says how to make them anew
+    )  # as in a fresh clone: it says how to make them again
     assert "`--output results/mine`" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")} == published
 
@@ -297,7 +297,7 @@ def test_variants_that_differ_in_their_budget_take_runs_by_the_names_of_copies(t
 
 
 def test_a_run_in_the_results_counts_under_whatever_name(there: Path, no_pictures: None) -> None:
-    """One that was added, or made anew and stored beside the first; but none of a variant that learns alike."""
+    """One that was added, or made again and stored beside the first; but none of a variant that learns alike."""
     results = Path("results/tiny")
     gossip, threads = plan_of(PRESET.replace("[1, 2]", "[1]") + "[variants.threads]\nrun.threads = 2\n").runs[::2]
     assert (gossip.cell.variant, threads.cell.variant) == ("gossip", "threads")
@@ -856,7 +856,7 @@ def test_a_run_that_was_evaluated_otherwise_is_evaluated_again(there: Path) -> N
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("undisturbed = false", "undisturbed = true", "other work ran beside its runs"),
+        ("undisturbed = false", "undisturbed = true", "other work ran during its runs"),
         ("undisturbed = true", "undisturbed = false", None),
         ('launcher = "slow -np {ranks}"', "", "runs of gossip, none had another 'launcher'"),
     ],
@@ -947,7 +947,7 @@ def test_a_run_is_copied_under_its_own_name_from_within(there: Path, monkeypatch
 
 
 def test_of_sketches_of_unlike_lengths_no_progress_is_told(there: Path) -> None:
-    """A run that went on by another version of PALA, say."""
+    """A run that continued by another version of PALA, say."""
     planned = only_run(there)
     make_run(planned.folder, planned.config, planned.cell.ranks)
     run = load(planned.folder, plan_of())
@@ -1076,14 +1076,14 @@ def test_a_comparison_that_is_interrupted_goes_on(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
     assert stopped.wait().status == 143, stopped.output
-    assert "The same command goes on later." in stopped.output
+    assert "The same command continues later." in stopped.output
     assert (record_of(run)["completed"], record_of(run)["segments"][-1]["status"]) == (False, "stopped")
     assert ranks_in(there) == []
     (there / "free").touch()
     done = start().wait()
     assert done.status == 1, done.output
     assert "1 of 3 runs are complete" in done.output and "none Pole, 2 ranks, seed 1: starts" not in done.output
-    assert "gossip Pole, 2 ranks, seed 1: goes on" in done.output and done.output.count("FAILED") == 1
+    assert "gossip Pole, 2 ranks, seed 1: continues" in done.output and done.output.count("FAILED") == 1
     assert len(record_of(run)["segments"]) == 2 and record_of(run)["completed"]
     page = (there / "results" / "tiny" / "compare.md").read_text()
     assert "2 completed runs of 2 begun" in page and "Resumed; pauses do not count as time: `gossip-Pole-2-1`" in page

@@ -138,7 +138,7 @@ def test_each_run_is_a_job_of_its_own_size(
     assert "--nodes=2 --ntasks-per-node=2 " in uneven and ".sbatch -n 3 --continue game.toml " in uneven
     assert [name for name in names(jobs) if "shared" in name] == [f"pala-tiny-shared_memory-Pole-{n}-1" for n in (1, 2)]
     assert all("--partition=cpu" in line for line in (*jobs, report)) and len(jobs) == 10
-    assert all("--requeue" in line for line in jobs), "they go on, where the script's own jobs would begin anew"
+    assert all("--requeue" in line for line in jobs), "they continue, where the script's own jobs would begin again"
     assert "--time=1:00:00" in report and "--only" not in report
     assert f"--dependency=afterany:{':'.join(str(n + 1) for n in range(10))} " in report
     said = capsys.readouterr()

@@ -184,7 +184,7 @@ def test_what_cannot_be_a_preset_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
     Path("run/run.json").touch()
-    with pytest.raises(PalaError, match="'run' is the folder of a run, not a preset; go on with it by `--resume`"):
+    with pytest.raises(PalaError, match="'run' is the folder of a run, not a preset; continue it by `--resume`"):
         load_preset("run")
     for preset in ("", "."):
         with pytest.raises(PalaError, match="is neither a file nor a name; `pala presets` lists the names"):

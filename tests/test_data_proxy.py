@@ -96,7 +96,7 @@ def test_peers_that_stop_while_they_send_hold_up_no_others(monkeypatch: pytest.M
 
 
 def test_a_death_is_heard_of_before_what_was_lost_with_it_counts_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a rank that leaves could think that the dead one goes on."""
+    """Else a rank that leaves could think that the dead one continues."""
     proxy, listener, packet = DataProxy.__new__(DataProxy), Listener(), SimpleNamespace(pending=1)
     ThreadedTransport.__init__(proxy, "test")
     looks: list[set[int]] = [set(), {3}]  # it dies between the look at deaths and the look at what is sent

@@ -138,7 +138,7 @@ def test_ranks_that_end_for_unlike_reasons_agree_on_the_highest(
     group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The budget is met on one as a signal comes to the others: no news of either arrives before the exchange closes.
-    If each kept its own reason, one would average models with ranks that only save theirs, and wait for ever."""
+    If each kept its own reason, one would average models with ranks that only save theirs, and wait forever."""
     close = GossipExchange.close
 
     def unlike(gossip: GossipExchange, timeout_s: float) -> Stop:
@@ -313,7 +313,7 @@ def test_a_stopped_run_says_how_it_goes_on(
     config = replace(config, run=replace(config.run, spares=spares))
     ranks = Ranks(3, config, lambda comm, *rest: conclusion.conclude(*rest))
     ranks.train(lambda comm, updates: ranks.signal() if updates == 5 else None)
-    assert f"go on with: {says}" in capsys.readouterr().out
+    assert f"continue with: {says}" in capsys.readouterr().out
 
 
 def test_commands_that_are_told_trust_a_run_that_brings_code_along(
@@ -552,7 +552,7 @@ def test_allreduce_names_the_rank_whose_gradients_are_not_finite(
     assert ranks.segment["status"] == "failed" and "no finite gradient" in ranks.segment["error"]
 
 
-# ---- a folder that is deleted and made anew --------------------------------------------------------------------------
+# ---- a folder that is deleted and made again -------------------------------------------------------------------------
 
 
 def test_a_job_whose_folder_was_made_anew_by_another_ends_and_leaves_that_alone(tmp_path: Path) -> None:

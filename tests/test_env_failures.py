@@ -1,4 +1,4 @@
-"""Environments that break Gymnasium's interface, raise, die or do not answer: named, made anew, and in no value."""
+"""Environments that break Gymnasium's interface, raise, die or do not answer: named, made again, and in no value."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_step_in_which_an_environment_fails_ends_nothing_and_its_episode_is_le
     episodes = [(k, episode.env_index, episode.episode_return) for k in range(8) for episode in steps[k].episodes]
     assert episodes == [(3, 0, 4), (6, 1, 4), (7, 0, 4)]
     said = capsys.readouterr().err
-    assert "Environment 1 ('Failing') has failed: " in said and "It is made anew" in said
+    assert "Environment 1 ('Failing') has failed: " in said and "It is made again" in said
     assert re.search(text, said)
 
 
@@ -235,14 +235,14 @@ def test_more_failures_in_a_row_than_restarts_end_the_rank(vectorization, capfd)
         make_envs(EnvConfig(num_envs=1, restarts=2, vectorization=vectorization), make_env=Raising) as envs,
     ):
         envs.reset(SEEDS[:1])
-        for _ in range(4):  # of the two that may be, one comes after a whole episode: they begin anew
+        for _ in range(4):  # of the two that may be, one comes after a whole episode: they begin again
             for action in (0, 1, 0, 0, 0, 0):
                 assert envs.step(np.array([action])).failed[0] == action
         for _ in range(2):
             assert envs.step(np.array([1])).failed[0]
         envs.step(np.array([1]))
     said = capfd.readouterr().err
-    assert said.count("Traceback") == 1 and said.count("It is made anew") == 3  # of the 1st, 2nd and 4th
+    assert said.count("Traceback") == 1 and said.count("It is made again") == 3  # of the 1st, 2nd and 4th
     assert not multiprocessing.active_children()
 
 
@@ -402,7 +402,7 @@ def test_exceptions_that_are_no_errors_are_told_as_others_from_a_process(error, 
         for action in (0, 1, 0, 1, 1):
             assert envs.step(np.array([action])).failed[0] == action
     said = capfd.readouterr().err
-    assert said.count("Traceback") == 1 and said.count("It is made anew") == 2 and said.count("\n") < 15
+    assert said.count("Traceback") == 1 and said.count("It is made again") == 2 and said.count("\n") < 15
     assert not multiprocessing.active_children()
 
 

@@ -168,7 +168,7 @@ def test_what_the_owner_has_installed_does_for_who_may_not_write(machine: Machin
     (machine.checkout / "constraints.txt").write_text("")
     refused = machine.use()
     assert refused.returncode == 2 and "Set PALA_VENV" in refused.stderr and machine.done == []
-    job = machine.use(SLURM_JOB_ID="1")  # began before the owner has installed anew
+    job = machine.use(SLURM_JOB_ID="1")  # began before the owner has installed again
     assert job.stdout == "ready\n" and "takes it as it is" in job.stderr and machine.done == []
 
 

@@ -78,7 +78,7 @@ def ordinary_game(rom: str, seed: int, actions: np.ndarray) -> Iterator[tuple[fl
 )
 @pytest.mark.slow
 def test_atari_is_the_ordinary_game(game, rom, length, life_loss):
-    """A lost life terminates, and the game goes on; whole games are reported unclipped; only the sign is learned."""
+    """A lost life terminates, and the game continues; whole games are reported unclipped; only the sign is learned."""
     config = EnvConfig(f"ALE/{game}-v5", num_envs=2, noop_max=0, terminal_on_life_loss=life_loss)
     envs = make_envs(config, num_threads=2)
     actions, seeds = random_actions(length, 2, envs.action_space.n), [3, 4]

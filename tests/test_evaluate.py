@@ -304,7 +304,7 @@ def test_a_follower_says_that_nobody_trains(
     waits = iter(range(5))
     with pytest.raises(KeyboardInterrupt):
         program._follow(run, pytest.fail)
-    assert capsys.readouterr().err.count(f"Nobody trains run '{run}' now (") == 1
+    assert capsys.readouterr().err.count(f"No process trains run '{run}' now (") == 1
 
 
 def test_a_follower_tries_again_only_if_there_are_newer_checkpoints(
@@ -466,7 +466,7 @@ def test_environments_that_cannot_be_closed_cost_neither_score_nor_policy(
 
 @pytest.mark.slow
 def test_an_evaluation_that_is_interrupted_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gymnasium's own close waits for ever for what the workers have said already."""
+    """gymnasium's own close waits forever for what the workers have said already."""
     config = replace(CARTPOLE, env=replace(CARTPOLE.env, vectorization="async"))
     run = make_run(tmp_path / "run", config, network_of(CARTPOLE))
 
@@ -700,7 +700,7 @@ def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
 
 
 def test_a_film_is_cut_where_an_evaluation_is(tmp_path: Path) -> None:
-    """A game without an end would be shown for ever."""
+    """A game without an end would be shown forever."""
     config = replace(CARTPOLE, evaluation=EvaluationConfig(max_episode_steps=3))
     network = ActorCritic(Sparkle.observation_space, Sparkle.action_space, config.network)
     run = make_run(tmp_path / "run", config, network)

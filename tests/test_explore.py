@@ -164,7 +164,7 @@ def test_a_trace_is_the_shortest_and_told_in_words() -> None:
     assert found.what == "process lock: rank 1 holds two models of rank 0" and found.trace == ("finish 0", "finish 0")
     (found, *_) = explored_with("protocol", planted.ForgetsTheDead, {"faults": "death"}).violations
     assert str(found) == (
-        "deadlock: ranks [0] wait for ever, after 3 events:\n    1. finish 0\n    2. finish 0\n    3. death 1"
+        "deadlock: ranks [0] wait forever, after 3 events:\n    1. finish 0\n    2. finish 0\n    3. death 1"
     )
 
 

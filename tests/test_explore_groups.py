@@ -124,7 +124,7 @@ def test_a_planted_bug_is_found(bug: type[Member], symptom: str, where: Case) ->
 
 def test_a_trace_is_told_in_words() -> None:
     (found,) = explore(case(2, 1, "death", member=LeavesTheSlicesOfTheDead)).violations
-    assert found.what == "deadlock: ranks [0] wait for ever"
+    assert found.what == "deadlock: ranks [0] wait forever"
     assert "1 dies" in found.trace and "0 hears that 1 is dead" in found.trace
 
 

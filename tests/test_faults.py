@@ -137,7 +137,7 @@ def dies(moment):
     while moment.rank != 1 and moment.updates == 20 and not os.path.exists("dying"):
         time.sleep(0.01)
 result = pala.fit(config, on_update=dies if {dies} else None)
-print(f"the script goes on: {{result.status}}")
+print(f"the script continues: {{result.status}}")
 """
 
 
@@ -145,12 +145,12 @@ print(f"the script goes on: {{result.status}}")
 def test_a_script_ends_after_a_death_and_with_spares(
     spares: int, dies: bool, any_mpi: Launcher, tmp_path: Path
 ) -> None:
-    """MPI_Finalize could wait for them for ever, so it is called only where there were none, as in `test_mpi.py`. Two
-    go on in either case."""
+    """MPI_Finalize could wait for them forever, so it is called only where there were none, as in `test_mpi.py`. Two
+    continue in either case."""
     (tmp_path / "dying.py").write_text(DYING_SCRIPT.format(spares=spares, dies=dies))
     python = str(any_mpi.folder / "python")
     job = any_mpi.start("--with-ft", "ulfm", "-np", "3", python, "dying.py", cwd=tmp_path).wait()
-    assert job.output.count("the script goes on: completed") == 2, job.output
+    assert job.output.count("the script continues: completed") == 2, job.output
     assert job.output.count("finalised: False") == 2, job.output
     assert_all_end(tmp_path)
 
@@ -171,7 +171,7 @@ def test_a_rank_told_to_leave_goes_and_the_others_go_on(mpi: Launcher, tmp_path:
     job.wait()
     segment = record_of(run)["segments"][0]
     assert segment["status"] == "stopped" and "lost_ranks" not in segment and local_steps(run)[0] == left_at
-    assert "[rank 0] leaves (SIGUSR2); 2 go on." in job.output and "has died" not in job.output
+    assert "[rank 0] leaves (SIGUSR2); 2 continue." in job.output and "has died" not in job.output
     assert_all_end(tmp_path)
 
 
@@ -281,7 +281,7 @@ def test_a_stopped_job_says_its_last_words_when_ranks_are_gone(spares: int, any_
         wait_for(lambda: "lost_ranks" in record_of(run)["segments"][0], what="notice of the death")
     job.process.send_signal(signal.SIGUSR1)
     assert job.wait().status == 128 + signal.SIGUSR1, job.output
-    assert f"go on with: pala train -n {3 - spares} --resume runs/r" in job.output, job.output
+    assert f"continue with: pala train -n {3 - spares} --resume runs/r" in job.output, job.output
 
 
 def test_a_rank_that_is_killed_before_its_first_step_leaves_the_others(any_mpi: Launcher, tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_when_all_ranks_fail_the_run_is_not_complete(any_mpi: Launcher, tmp_path
 
 
 def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi: Launcher, tmp_path: Path) -> None:
-    """Each takes the other to go on: whether one of them is left to say `failed` is a matter of luck."""
+    """Each takes the other to continue: whether one of them is left to say `failed` is a matter of luck."""
     disturbance = """
         if steps == 500:
             open(f"ready-{rank}", "w").close()
@@ -365,10 +365,10 @@ def test_when_all_ranks_fail_at_the_same_moment_the_run_is_not_complete(any_mpi:
 def test_a_stopped_rank_holds_the_others_no_longer_than_their_patience(
     any_mpi: Launcher, ranks: int, mixing: str, tmp_path: Path
 ) -> None:
-    """On a ring everybody waits for one peer only; when the stopped one goes on, it takes in what peers send.
+    """On a ring everybody waits for one peer only; when the stopped one continues, it takes in what peers send.
 
     In a paired exchange of three, each of the others would still have the other. How long nobody may wait is checked on
-    a simulated clock (`test_schedules.py`); here, that they go on while it stands still."""
+    a simulated clock (`test_schedules.py`); here, that they continue while it stands still."""
     ring = ["--exchange.topology", "ring", "--exchange.max-staleness", "2", "--exchange.patience-s", "2"]
     options = [*ring, "--exchange.mixing", mixing, *ENDLESS]
     job, run = start(any_mpi, ranks, *options, cwd=tmp_path), tmp_path / "runs/r"
@@ -516,7 +516,7 @@ def test_a_signal_during_the_start(
 
 @pytest.mark.parametrize("program", [["-m", "pala.train"], ["-m", "pala", "train"]])
 def test_a_rank_that_is_told_to_leave_as_it_starts_is_not_killed(program: list[str], tmp_path: Path) -> None:
-    """Started as `supervise.py` starts it. Told in its first instructions it goes on; told later, it leaves."""
+    """Started as `supervise.py` starts it. Told in its first instructions it continues; told later, it leaves."""
     command = [*_AS_RANK, sys.executable, *program, *CARTPOLE, "--run.name", "r", *ENDLESS]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as rank:
         words = Path(f"/proc/{rank.pid}/cmdline")
@@ -667,7 +667,7 @@ def test_a_job_outlives_the_processes_of_its_environments(any_mpi: Launcher, tmp
     (tmp_path / "free").touch()
     job.wait()
     assert job.status == 0 and record_of(run)["completed"], job.output
-    assert job.output.count("its process has ended (signal 9). It is made anew") >= 2, job.output
+    assert job.output.count("its process has ended (signal 9). It is made again") >= 2, job.output
     assert "Traceback" not in job.output
     episodes = [r for records in read_run(run) for r in records if r["type"] == "episode"]
     assert episodes and {(r["return"], r["length_steps"]) for r in episodes} == {(28.0, 7)}

@@ -846,13 +846,13 @@ def test_training_goes_on_beside_metrics_that_cannot_be_read(run: Path, capsys: 
     view.refresh()
     view.refresh()
     assert view.num_episodes == 2
-    assert capsys.readouterr().err.count("is a folder, not a file. Training goes on.") == 1
+    assert capsys.readouterr().err.count("is a folder, not a file. Training continues.") == 1
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.slow
 def test_many_starts_that_lead_nowhere_take_no_time(run: Path) -> None:
-    """Each start drops what came after it: looked through anew each time, this would take a minute."""
+    """Each start drops what came after it: looked through again each time, this would take a minute."""
     start = {"type": "start", "time_s": 3.0, "segment": "segment-000"}
     metrics_path(run, 0).write_text((json.dumps(start) + "\n" + json.dumps(EPISODE | {"time_s": 2.0}) + "\n") * 20_000)
     assert len(plot_program.read(run).returns) == 20_000

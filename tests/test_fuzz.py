@@ -341,7 +341,7 @@ def sequences(draw: st.DrawFn, valid: dict[str, bytes]) -> list[tuple[Any, ...]]
 
     happenings = []
     for _ in range(draw(st.integers(1, 25))):
-        how = draw(st.sampled_from(["message"] * 6 + ["go on"] * 4 + ["take", "time", "death"]))
+        how = draw(st.sampled_from(["message"] * 6 + ["continue"] * 4 + ["take", "time", "death"]))
         if how == "message":
             happenings.append(message())
         else:
@@ -364,7 +364,7 @@ def test_any_sequence_of_messages_ends_in_refusals(mixing: str, compression: str
         for how, *facts in happenings:
             if how == "message":
                 node.hear(*facts)
-            elif how == "go on":
+            elif how == "continue":
                 node.go_on()
             elif how == "take":
                 node.transport.take({facts[0]})
@@ -425,7 +425,7 @@ def test_an_answer_moves_a_rank_by_no_more_than_half() -> None:
     ("mixing", "kind"), [("uniform", Kind.OFFER), ("uniform", Kind.ANSWER), ("paired", Kind.MODEL)]
 )
 def test_a_model_of_another_mixing_gives_its_credit_back(mixing: str, kind: Kind) -> None:
-    """Else its sender would wait for that for ever."""
+    """Else its sender would wait for that forever."""
     name = "OFFER whole" if mixing == "paired" else "MODEL whole"
     data = with_fields(gossip_messages(mixing == "paired", "none")[name], {"kind": kind})
     node = Gossiping(mixing, "none", 10)
@@ -694,7 +694,7 @@ def test_any_evaluation_is_read_or_refused(compared: tuple[Path, Plan]) -> None:
 
 @pytest.mark.slow
 def test_any_metrics_are_read_or_refused(compared: tuple[Path, Plan], capsys: pytest.CaptureFixture[str]) -> None:
-    """Also packed, and by the view of a training that goes on beside them."""
+    """Also packed, and by the view of a training that continues beside them."""
     run, plan = compared
     file = metrics_path(run, 1)
     lines = file.read_bytes().splitlines()

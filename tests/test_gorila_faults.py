@@ -73,7 +73,7 @@ def test_who_takes_no_ping_in_for_the_patience_is_silent_until_it_does() -> None
 
 
 def test_a_rank_that_was_itself_stopped_blames_nobody() -> None:
-    """Nor if all were: their answers come when they go on, as it does."""
+    """Nor if all were: their answers come when they continue, as it does."""
     peers = Peers([1], patience_s=8.0)
     peers.stopped = {1}
     assert peers.look(0, 1, 1000, 1001, 2000, 2001) == set()
@@ -165,7 +165,7 @@ def test_what_is_left_learns_to_the_end(order: str, tmp_path: Path) -> None:
 
 
 def ended_by(trained: Trained, sentence: str) -> None:
-    """Everybody ended, somebody with that sentence, and the run goes on from its checkpoint."""
+    """Everybody ended, somebody with that sentence, and the run continues from its checkpoint."""
     assert all(isinstance(result, EndError) for result in trained.results), trained.results
     assert any(sentence in str(result) for result in trained.results), trained.results
     assert not trained.record["completed"]

@@ -139,7 +139,7 @@ def test_ranks_of_one_role_each(standing: StandingRanks, tmp_path: Path) -> None
 
 
 def train_with_rank_1_standing_still(comm: Communicator, arguments: list[str]) -> int:
-    """Its environments go on only when those of both others have made a thousand steps, and so do theirs."""
+    """Its environments continue only when those of both others have made a thousand steps, and so do theirs."""
 
     rank = comm.rank  # environments travel by cloudpickle, a communicator cannot
 
@@ -199,7 +199,7 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
     assert "No replay" not in done.output
 
     done = resume(3, made, "--gorila.num-shards", "3")
-    assert "had 2 ranks and now has 3: the shards' parameters are shared out anew" in done.output
+    assert "had 2 ranks and now has 3: the shards' parameters are shared out again" in done.output
     assert "The replay that was saved is not used, and deleted (its ranks or roles are not" in done.output
     resumed = states_of(run, 3)
     assert [state.counters["gorila"]["num_shards"] for state in resumed] == [3] * 3

@@ -62,7 +62,7 @@ def test_a_spare_takes_the_place_of_a_bundle(dead: int, tmp_path: Path, capsys: 
     steps = job.segment["global_steps"] + 200
     resumed = train(4, replace(job.config, total_steps=steps), resume=job.run)
     assert resumed.ended_well(but_for=[3]) and resumed.segment["global_steps"] >= steps
-    assert "had lost 1 rank: the shards' parameters are shared out anew" in capsys.readouterr().err
+    assert "had lost 1 rank: the shards' parameters are shared out again" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_a_rank_leaves_and_a_spare_if_there_is_one_takes_its_place(
     assert ranks_in(job, "left_ranks") == [2] and "lost_ranks" not in job.segment
     assert ranks_in(job, "joined_ranks") == [3] * spares
     assert job.results[0].global_steps == sum(saved_steps(job.states()))  # unlike those of the dead, all are counted
-    assert "[rank 2] leaves (SIGUSR2); 2 go on" in capsys.readouterr().err
+    assert "[rank 2] leaves (SIGUSR2); 2 continue" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

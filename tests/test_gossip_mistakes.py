@@ -1,4 +1,4 @@
-"""`pala.Gossip` used wrongly: one clear error, and no rank that waits for ever."""
+"""`pala.Gossip` used wrongly: one clear error, and no rank that waits forever."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def to_half(model: nn.Linear) -> None:
 
 @pytest.mark.parametrize("change", [replace_data, replace_parameter, reshape, to_half])
 def test_a_tensor_that_is_replaced_or_changes_its_shape(change: Callable[[nn.Linear], None]) -> None:
-    """The rank that does so ends with an error, the others go on."""
+    """The rank that does so ends with an error, the others continue."""
 
     def main(comm: MemoryCommunicator) -> int:
         model = nn.Linear(3, 2)
@@ -224,7 +224,7 @@ def test_a_model_that_is_not_finite_is_said_once(lines: list[str]) -> None:
 def test_a_death_is_printed_once(lines: list[str]) -> None:
     results = on_ranks(3, lambda comm: train(comm, total_steps=400), fail_at(0, update=5))
     assert isinstance(results[0], Killed)
-    assert lines == ["[rank 1] rank 0 has died; 2 go on."]
+    assert lines == ["[rank 1] rank 0 has died; 2 continue."]
 
 
 def test_a_loop_that_leaves_early_says_it_once(lines: list[str]) -> None:

@@ -268,7 +268,7 @@ def test_a_death_that_a_full_disk_keeps_out_of_the_record_is_noted_later(
     trained = train(3, configure(tmp_path), [fail_at(2, update=10)])
     assert trained.ended_well(but_for=[2]) and failed and ranks_in(trained, "lost_ranks") == [2]
     said = capsys.readouterr().err
-    assert "[rank 0] 'run.json' cannot be written: No space left on device. Training goes on." in said
+    assert "[rank 0] 'run.json' cannot be written: No space left on device. Training continues." in said
     assert said.count("rank 2 on") == 1
 
 
@@ -360,8 +360,8 @@ def test_of_independent_learners_the_first_that_has_trained_gives_the_policy() -
 
 @pytest.mark.parametrize("full", [False, True])
 def test_the_best_policy_in_training_is_kept(full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is judged by the first 100 episodes that end after its checkpoint; a resume goes on from what was kept. The
-    parameters are the number of the checkpoint. `full`: the disk, when the best is to be written."""
+    """Each is judged by the first 100 episodes that end after its checkpoint; a resume continues with what was kept.
+    The parameters are the number of the checkpoint. `full`: the disk, when the best is to be written."""
     means = [None, None, 3.0, None, 7.0, 4.0, 2.0]  # since the last that was held, at each checkpoint
     looks, save_policy = [-1], checkpoint.save_policy
 
@@ -672,7 +672,7 @@ def test_who_needs_all_ranks_ends_with_a_sentence_and_goes_on_later(kind: str, t
     trained = train(3, configure(tmp_path, kind, ENDLESS), [fail_at(1, update=12)])
     for rank in (0, 2):
         assert isinstance(trained.results[rank], EndError)
-        assert "Rank 1 has died, and this 'exchange.kind' cannot go on" in str(trained.results[rank])
+        assert "Rank 1 has died, and this 'exchange.kind' cannot continue" in str(trained.results[rank])
     assert not trained.record["completed"]
     resumed = trained.resume(3, 300)
     assert resumed.ended_well() and resumed.results[0].global_steps >= 300
@@ -686,7 +686,7 @@ def test_a_copy_of_a_run_without_its_metrics_writes_those_of_a_resume(tmp_path: 
 
 
 def test_a_resumed_rank_goes_on_with_its_warm_up(tmp_path: Path) -> None:
-    """Of one whose mean squares had been lost after update 15: its rate begins anew there."""
+    """Of one whose mean squares had been lost after update 15: its rate begins again there."""
     config = configure(tmp_path, steps=20 * BATCH)
     config = replace(config, a2c=replace(config.a2c, learning_rate=1.0, learning_rate_warmup_updates=1000))
     job = train(1, config)
@@ -721,7 +721,7 @@ def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path:
     begun, freed = list[float](), list[float]()
 
     def is_free(comm: MemoryCommunicator) -> bool:
-        """Whether the stop is over: rank 0 ends it after a while, if both others have gone on."""
+        """Whether the stop is over: rank 0 ends it after a while, if both others have continued."""
         is_long = comm.rank == 0 and begun and not freed and time.monotonic() > begun[0] + 3.0
         if is_long and all(sum(at > begun[0] for at in made[rank]) > 20 for rank in (0, 2)):
             freed.append(time.monotonic())
@@ -1238,7 +1238,7 @@ def test_a_run_of_many_models_goes_on_with_one(kind: str, tmp_path: Path, capsys
         assert state.counters["base_steps"] == made
     capsys.readouterr()
     assert resumed.resume(2, made + 600).ended_well() and "The run had" not in capsys.readouterr().err
-    kept = (trained.run / "checkpoints").iterdir()  # what the newest start made, and what it went on from
+    kept = (trained.run / "checkpoints").iterdir()  # what the newest start made, and what it continued from
     assert sorted(folder.name for folder in kept) == ["segment-001", "segment-002"]
 
 

@@ -117,7 +117,7 @@ def test_a_replay_that_was_played_with_other_settings_is_not_used(
     assert trained.ended_well() and len(loaded) == 2
     env = replace(trained.config.env, clip_rewards="sign", wrappers=("FlattenObservation",))
     assert train(2, replace(trained.config, total_steps=800, env=env), resume=trained.run).ended_well()
-    why = "(it was played with another 'env.wrappers', 'env.clip_rewards'): it is filled anew"
+    why = "(it was played with another 'env.wrappers', 'env.clip_rewards'): it is filled again"
     assert why in capsys.readouterr().err and len(loaded) == 2
 
 

@@ -61,7 +61,7 @@ def test_spares_that_nobody_needs_do_nothing(tmp_path: Path) -> None:
     before = [saved_steps(job.states(ranks=3)), job.segment["global_steps"]]
     resumed = train(4, replace(job.config, total_steps=1000, run=replace(job.config.run, spares=1)), resume=job.run)
     assert resumed.ended_well(but_for=[3]) and before[1] == sum(before[0])
-    # The same ranks train, so each goes on from its own checkpoint, however many spares there are.
+    # The same ranks train, so each continues from its own checkpoint, however many spares there are.
     assert all(now > then for now, then in zip(saved_steps(resumed.states(ranks=3)), before[0], strict=True))
 
 

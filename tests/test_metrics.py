@@ -89,7 +89,7 @@ def test_a_line_waits_for_its_end(run):
 
 
 def test_a_cut_line_costs_no_other_record(run):
-    """A rank was killed, or the disk was full, in the middle of a line; the run goes on behind it."""
+    """A rank was killed, or the disk was full, in the middle of a line; the run continues behind it."""
     write(run, episode(10))
     with metrics_path(run, 0).open("a") as file:
         file.write('{"type":"episode","lo')
@@ -105,7 +105,7 @@ def test_a_resumed_run_drops_what_was_lost(run):
 
 
 def test_a_run_resumed_with_other_ranks_drops_nothing_before_its_start(run):
-    """Then each rank counts its own steps from 0 again, but time goes on."""
+    """Then each rank counts its own steps from 0 again, but time continues."""
     records = [start(0), episode(10), start(0, time_s=12.0), episode(5, time_s=17.0)]
     write(run, *records)
     assert read_run(run) == [records]
@@ -118,7 +118,7 @@ def test_a_run_is_read_rank_by_rank(run):
 
 
 def test_of_a_file_that_is_there_packed_and_unpacked_the_plain_one_is_read(run):
-    """As `gzip -k` leaves it, or a copy of a run that was unpacked and goes on."""
+    """As `gzip -k` leaves it, or a copy of a run that was unpacked and continues."""
     write(run, start(0), episode(10))
     write(run, start(1), rank=1)
     plain = metrics_path(run, 0)
@@ -370,7 +370,7 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
     assert "learning rate 0.0014\n" in header_of("gala/pong", 0)
     assert "2,500,000 steps over all ranks, 1,000 of them made before" in text
     done = header_of("pong", steps_made=2_500_160)
-    assert "and 2,500,160 were made before: none is left to train (a larger `--total-steps` goes on)" in done
+    assert "and 2,500,160 were made before: none is left to train (a larger `--total-steps` continues)" in done
     assert "learning begins after 50,000" in header_of("gorila/pong", 0)
     assert "learning begins" not in header_of("gorila/pong", 60_000)
     assert "share" not in header_of("pong", 0, cores=3)
@@ -487,13 +487,13 @@ def test_what_a_rank_says_stays_above_its_panel(run, capsys, monkeypatch):
     monkeypatch.setattr("pala.run.panel.terminal_size", lambda stream: (90, 30))
     panel, shown = Panel("PALA", (90, 30)), figures(run)
     panel.show(shown)
-    log("[rank 0] rank 3 on [vm] has died; 2 go on.")
+    log("[rank 0] rank 3 on [vm] has died; 2 continue.")
     panel.show(shown)
     panel.close()
     log("later")
     out, err = capsys.readouterr()
     first, *others = shown_by_a_terminal(out)
-    assert first == "[rank 0] rank 3 on [vm] has died; 2 go on." and err == "later\n"
+    assert first == "[rank 0] rank 3 on [vm] has died; 2 continue." and err == "later\n"
     assert others[0].startswith("╭") and others[-1].startswith("╰") and sum("steps/s" in each for each in others) == 1
 
 
@@ -623,7 +623,7 @@ def test_tensorboards_thread_prints_no_traceback(run, when, monkeypatch, capsys)
 
 @pytest.mark.parametrize(("begin", "kept"), [(2000, [1000, 2000]), (0, []), (None, [1000, 2000, 3000])])
 def test_tensorboard_forgets_what_was_lost(run, begin, kept):
-    """Of a run that goes on from so many steps; another rank that leads has lost nothing."""
+    """Of a run that continues from so many steps; another rank that leads has lost nothing."""
     figures(run)
     view = RunView(run, ranks=2)
     view.refresh()

@@ -1,4 +1,4 @@
-"""Quasi-global momentum against a slow formula, and where it starts anew."""
+"""Quasi-global momentum against a slow formula, and where it starts again."""
 
 from __future__ import annotations
 

@@ -305,14 +305,14 @@ LAST = """if True:
         while not are_all_here():
             time.sleep(0.1)
     except EndError:
-        abort(comm, EndError("This rank cannot go on alone."))
+        abort(comm, EndError("This rank cannot continue alone."))
 """
 
 
 def test_the_last_rank_that_lives_ends_the_job_with_its_status(any_mpi: Launcher, tmp_path: Path) -> None:
     """mpirun ended with 0 when that rank aborted."""
     job = any_mpi.start("--with-ft", "ulfm", "-np", "2", str(any_mpi.folder / "python"), "-c", LAST, cwd=tmp_path)
-    assert job.wait().status == 2 and job.output.count("pala: error: This rank cannot go on alone.") == 1, job.output
+    assert job.wait().status == 2 and job.output.count("pala: error: This rank cannot continue alone.") == 1, job.output
 
 
 STOPPED = """if True:
@@ -321,7 +321,7 @@ STOPPED = """if True:
 
     start_mpi()
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-    print("goes on", flush=True)
+    print("continues", flush=True)
 """
 
 
@@ -329,9 +329,9 @@ STOPPED = """if True:
 @pytest.mark.parametrize("mpi", slow_but_for(["openmpi", "mpich"], "openmpi"), indirect=True)
 def test_a_rank_that_is_told_to_stop_before_it_trains_ends(mpi: Launcher, number: str, tmp_path: Path) -> None:
     """MPICH caught SIGUSR1, by which a supervisor passes on all signals, until PALA did, and UCX caught SIGHUP:
-    training went on."""
+    training continued."""
     job = mpi.script(1, STOPPED, tmp_path, number)
-    assert job.status != 0 and "goes on" not in job.output, job.output
+    assert job.status != 0 and "continues" not in job.output, job.output
 
 
 @pytest.mark.slow

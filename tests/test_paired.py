@@ -122,7 +122,7 @@ def with_offer(rank: int = 0, size: int = 3, **options: Any) -> tuple[Rank, int,
 def test_an_offer_is_answered_at_the_receivers_next_update_and_both_move_by_the_same_fraction() -> None:
     p, peer, number = with_offer()
     q = paired(peer)
-    assert offer_came(q, 0, number) == [Accept(1.0)], "its rollout goes on"
+    assert offer_came(q, 0, number) == [Accept(1.0)], "its rollout continues"
     actions = update(q)
     assert answered(actions) == [(0, number, 0.5)] and moved(actions) == [Pull(0.5, 1)]
     kinds = [a.message.kind if isinstance(a, SendModel) else type(a) for a in actions]
@@ -725,5 +725,5 @@ def test_a_bug_planted_in_the_driver_is_found(bug: type[GossipDriver], symptom: 
 
 def test_a_rank_whose_offers_are_refused_takes_those_of_who_refuses_them() -> None:
     """Its model is not finite, and it does not know. As the lower of two that offer to each other it refused the
-    other's offers, too, and both waited for ever."""
+    other's offers, too, and both waited forever."""
     check(schedule(72799))

@@ -58,6 +58,37 @@ def test_plain_ones_are_not_found() -> None:
     assert not faults('def f():\n    """Return models that go one way, as often as asked. Who asks, is known."""\n')
 
 
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+RARE = re.compile(
+    r"\b(anew|beside|but for|for ever|go(es|ing|ne)? on|nobody|one's own|so long|so many|so often|went on)\b",
+    re.IGNORECASE,
+)
+KEPT = {"environment made anew"}  # names a random stream
+
+
+def faults_of_messages(source: str) -> list[str]:
+    """Name each rare word in a text of the program that is no docstring."""
+    tree = ast.parse(source)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found = [(text, RARE.search(text.value)) for text in texts if id(text) not in docs and text.value not in KEPT]
+    return [f"{text.lineno}: '{word[0]}' in '{text.value[:80]}'" for text, word in found if word]
+
+
+def test_messages_use_plain_words() -> None:
+    files = sorted((REPOSITORY / "pala").rglob("*.py"))
+    found = [
+        f"{file.relative_to(REPOSITORY)}:{fault}" for file in files for fault in faults_of_messages(file.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_rare_words_of_messages_are_found() -> None:
+    source = 'def f(x):\n    """Nobody goes on."""\n    log(f"{x} cannot go on.")\n    log("It continues.")\n'
+    assert faults_of_messages(source) == ["3: 'go on' in ' cannot go on.'"]
+
+
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 OTHERS = {REPOSITORY / "docs" / name for name in ("architecture.md", "api.md")}  # for developers; docstrings

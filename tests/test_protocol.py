@@ -350,7 +350,7 @@ def test_what_takes_the_place_of_a_model_as_old_holds_no_model_as_old(training_e
 
 
 def test_what_was_sent_while_a_rank_was_away_stays_stale_after_it_was_healed() -> None:
-    """Found by schedule 19232: its sender was stopped, too, and went on only after the rank had been healed."""
+    """Found by schedule 19232: its sender was stopped, too, and continued only after the rank had been healed."""
     p = protocol(size=3, topology="complete", max_staleness=3)
     update(p, 1.0)
     update(p, 60.0)

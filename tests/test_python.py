@@ -476,7 +476,7 @@ def test_the_environments_of_a_run_give_what_its_policy_takes(
 
 
 def test_the_environments_of_a_run_cut_games_where_its_evaluation_does(tmp_path: Path) -> None:
-    """Where training never ends an episode, a script that plays one to its end would go on for ever."""
+    """Where training never ends an episode, a script that plays one to its end would continue forever."""
     env = EnvConfig("Grid-v0")
     config = replace(CARTPOLE, env=env, evaluation=EvaluationConfig(max_episode_steps=6))
     run = make_run(tmp_path / "run", config)

@@ -107,7 +107,7 @@ if MPI.COMM_WORLD.rank == 1:
 )
 @pytest.mark.slow
 def test_a_program_that_a_rank_starts_is_refused(mpi: Launcher, module: str, tmp_path: Path) -> None:
-    """With the rank's variables it waited for ever."""
+    """With the rank's variables it waited forever."""
     job = mpi.script(2, INHERITED, tmp_path, module)
     assert job.status == 0 and "a rank of an MPI job (process " in job.output, job.output
     assert f"returncode={1 if module == 'pala.doctor' else 2}" in job.output

@@ -162,7 +162,7 @@ def test_frames_that_are_not_stacked_as_ale_stacks_them_are_refused():
 
 
 def atari(game: str, **settings: object) -> Iterator[tuple[np.ndarray, Step]]:
-    """First (observations, None), then (actions, step) for ever, at random."""
+    """First (observations, None), then (actions, step) forever, at random."""
     envs = make_envs(EnvConfig(f"ALE/{game}-v5", num_envs=2, **settings))
     rng = np.random.default_rng(0)
     yield envs.reset(np.array([1, 2], np.int32)), None
@@ -288,7 +288,7 @@ def test_a_damaged_file_is_refused_and_leaves_an_empty_memory(saved, tmp_path, d
 
 @pytest.mark.parametrize("what", ["heads", "too new", "too old", "actions"])
 def test_a_file_with_a_right_checksum_is_not_believed(what, saved, tmp_path):
-    """`_draw` would find no transition for ever, or rows that are not there."""
+    """`_draw` would find no transition forever, or rows that are not there."""
     replay = Replay(10, 2, Box(0, 100, (4, 2, 2), np.uint8), 4)
     replay.load(saved)
     if what == "heads":

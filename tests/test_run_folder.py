@@ -223,7 +223,7 @@ def test_where_there_are_no_locks_a_supervisor_says_so_and_works(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with supervised(tmp_path / "r"):
-        assert "see to it that nobody else supervises the run" in capsys.readouterr().err
+        assert "make sure that no other process supervises the run" in capsys.readouterr().err
 
 
 def no_locks(*_: object) -> None:
@@ -256,7 +256,7 @@ def test_a_changed_tree_is_recorded_but_not_for_new_results(tmp_path: Path, monk
     commit_all(tmp_path)
     monkeypatch.setattr(provenance, "__file__", str(files[0]))
     (tmp_path / "untracked").write_text("new\n")
-    files[1].write_text("made anew\n")
+    files[1].write_text("made again\n")
     assert provenance.provenance()["git_dirty"] is False
     git = provenance._git
     with monkeypatch.context() as patch:

@@ -364,7 +364,7 @@ def test_from_a_million_on_ranks_leave_join_die_and_hold_nan_in_each_schedule() 
     ("command", "expected"),
     [
         ("check --first 200 --schedules 60 --processes 1", "60 schedules held"),
-        ("explore --mixings uniform --staleness 1 --faults stop nan patience refused", "wait for ever"),
+        ("explore --mixings uniform --staleness 1 --faults stop nan patience refused", "wait forever"),
     ],
 )
 def test_what_is_compiled_does_what_its_source_does(command: str, expected: str) -> None:
@@ -378,7 +378,7 @@ def test_what_is_compiled_does_what_its_source_does(command: str, expected: str)
 
 @pytest.mark.parametrize("number", [7478, 7479])
 def test_a_lone_rank_whose_patience_had_ended_waits_for_a_spare_that_joins(number: int) -> None:
-    """It went on beside the spare without a mix, as it had done while its only peer was stopped."""
+    """It continued beside the spare without a mix, as it had done while its only peer was stopped."""
     check(schedule(number))
 
 

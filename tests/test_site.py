@@ -22,7 +22,7 @@ UNREACHABLE = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "https
 
 def test_every_key_of_the_configuration_is_told_with_its_default_and_meaning() -> None:
     page = (REPOSITORY / "docs" / "options.md").read_text()
-    assert page == mkdocs_hooks.configuration(), "python docs/mkdocs_hooks.py writes it anew"
+    assert page == mkdocs_hooks.configuration(), "python docs/mkdocs_hooks.py writes it again"
     rows = {line.split("`")[1]: line.strip("|").split(" | ") for line in page.splitlines() if line.startswith("| `")}
     assert list(rows) and set(rows) == set(keys(Config)) == set(flatten(to_table(Config())))
     assert all(len(cells) >= 5 and cells[-1].strip() for cells in rows.values())
@@ -36,7 +36,7 @@ def test_every_key_of_the_configuration_is_told_with_its_default_and_meaning() -
 
 def test_every_exported_name_is_told_with_its_signature_and_docstring() -> None:
     page = (REPOSITORY / "docs" / "api.md").read_text()
-    assert page == mkdocs_hooks.api(), "python docs/mkdocs_hooks.py writes it anew"
+    assert page == mkdocs_hooks.api(), "python docs/mkdocs_hooks.py writes it again"
     assert [line[9:-1] for line in page.splitlines() if line.startswith("## ")] == pala.__all__
     assert "def after_update(self, steps: int)" in page and "None\n\n" not in page
 
@@ -44,14 +44,14 @@ def test_every_exported_name_is_told_with_its_signature_and_docstring() -> None:
 def test_the_tables_of_the_metrics_page_are_those_of_the_code() -> None:
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     assert page.count("<!-- end -->") == len(mkdocs_hooks.TABLES)
-    assert mkdocs_hooks.with_tables(page) == page, "python docs/mkdocs_hooks.py writes them anew"
+    assert mkdocs_hooks.with_tables(page) == page, "python docs/mkdocs_hooks.py writes them again"
     assert all(f"| `{metric.name}` | " in page for metric in METRICS)
     assert len({(m.name, m.algorithms) for m in METRICS}) == len(METRICS)
 
 
 def test_the_table_of_presets_is_that_of_their_files() -> None:
     page = (REPOSITORY / "docs" / "presets.md").read_text()
-    assert mkdocs_hooks.with_presets(page) == page, "python docs/mkdocs_hooks.py writes it anew"
+    assert mkdocs_hooks.with_presets(page) == page, "python docs/mkdocs_hooks.py writes it again"
     assert "| `gala/…` | `total_steps = 40000000`, " in page and "`quickstart`" in page
 
 
@@ -69,7 +69,7 @@ def test_links_lead_to_where_pages_are_on_the_site() -> None:
 
 def test_the_picture_of_the_panel_is_what_a_run_shows() -> None:
     picture = (REPOSITORY / "docs" / "panel.svg").read_text()
-    assert picture == draw_panel.picture(), "python docs/draw_panel.py draws it anew"
+    assert picture == draw_panel.picture(), "python docs/draw_panel.py draws it again"
     assert "steps/s" in picture and "url(" not in picture.replace("url(#", "")
 
 

@@ -36,7 +36,7 @@ def started(num_nodes: int) -> Iterator[Slurm]:
                 nodes = [Node(hosts.names[i], hosts.addresses[i], hosts.inside(i)) for i in range(num_nodes)]
             cluster = stack.enter_context(Slurm(nodes))
         except (SlurmError, VirtualHostsError) as error:
-            assert not isinstance(error, SlurmStartError), error  # it is installed, and would be skipped for ever
+            assert not isinstance(error, SlurmStartError), error  # it is installed, and would be skipped forever
             pytest.skip(str(error))
         yield cluster
 

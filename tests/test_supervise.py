@@ -185,7 +185,7 @@ def test_after_a_signal_in_the_evaluation_a_job_that_goes_on_later_is_not_done(
     assert Scripted(options, [told_to_end]).supervise() == status
     said = capsys.readouterr().err
     assert ("but for what follows training: the same command" in said) == (status != 0)
-    assert ("is complete, but for its evaluation: try" in said) == (status == 0)
+    assert ("is complete, except its evaluation: try" in said) == (status == 0)
 
 
 def test_a_supervisor_that_was_started_several_times_says_so(there: Path) -> None:
@@ -257,7 +257,7 @@ def test_the_mpirun_that_is_asked_is_the_one_that_starts_the_job(there: Path, mo
 
 
 def test_what_ranks_say_is_read_although_it_cannot_be_written(monkeypatch: pytest.MonkeyPatch, there: Path) -> None:
-    """A log on a full disk: the ranks would wait for ever for room in the pipe."""
+    """A log on a full disk: the ranks would wait forever for room in the pipe."""
     source, sink = os.pipe()
     with open("/dev/full", "w") as full, os.fdopen(source, "rb") as stderr:
         monkeypatch.setattr(sys, "stderr", full)
@@ -523,7 +523,7 @@ def test_what_is_told_to_do_with_a_run_that_brings_code_along_trusts_it(there: P
         return 0
 
     for name, job, says in (
-        ("r", fails, "go on with `--resume runs/r --trust-run`"),
+        ("r", fails, "continue with `--resume runs/r --trust-run`"),
         ("s", completes, "try `pala evaluate runs/s --trust-run`"),
     ):
         Scripted(["--run.name", name, "--restarts", "0"], [job]).supervise()
@@ -535,7 +535,7 @@ def test_restarts_are_bounded(there: Path, capsys) -> None:
     supervisor = Scripted(["--run.name", "r", "--restarts", "4"], jobs)
     assert supervisor.supervise() == 1 and len(supervisor.told) == 5
     said = capsys.readouterr().err
-    assert "gives up on run 'runs/r': 4 restarts were not enough." in said and "go on with `--resume runs/r`" in said
+    assert "gives up on run 'runs/r': 4 restarts were not enough." in said and "continue with `--resume runs/r`" in said
 
 
 def test_two_restarts_without_progress_are_enough(there: Path, capsys) -> None:
@@ -587,7 +587,7 @@ def test_a_run_that_has_begun_is_continued(there: Path) -> None:
 def test_a_run_that_is_done_is_not_begun_again_by_continue(
     there: Path, capsys: pytest.CaptureFixture[str], asked_for: int, evaluation: str, is_done: bool
 ) -> None:
-    """A whole array may be requeued. `--resume` does what it is told, as to evaluate anew."""
+    """A whole array may be requeued. `--resume` does what it is told, as to evaluate again."""
     (there / "runs/r").mkdir(parents=True)
     record = run_folder.RunRecord.begin(there / "runs/r", Config(total_steps=9), {})
     record.end("completed")
@@ -598,7 +598,7 @@ def test_a_run_that_is_done_is_not_begun_again_by_continue(
     said = capsys.readouterr().err
     assert ("run 'runs/r' is complete already" in said) == is_done
     failed = is_done and evaluation != "done"
-    assert ("but for its evaluation: try `pala evaluate runs/r`" in said) == failed
+    assert ("except its evaluation: try `pala evaluate runs/r`" in said) == failed
     resumed = Scripted(["--resume", "runs/r", "--total-steps", "9"], [job])
     assert resumed.supervise() == 0 and resumed.told
 
@@ -690,7 +690,7 @@ def test_a_long_pause_is_slept_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_name_that_another_run_has_is_refused_before_a_job_starts(there: Path) -> None:
-    """Or a restart would go on with that run."""
+    """Or a restart would continue with that run."""
     assert Scripted(["--run.name", "r"], [attempt(5, 1), attempt(9, 0, completes=True)]).supervise() == 0
     later = Scripted(["--run.name", "r"], [dies_early])
     with pytest.raises(PalaError, match="'runs/r' exists already; nothing is written over"):

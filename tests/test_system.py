@@ -468,4 +468,4 @@ def test_who_was_stopped_goes_on_waiting(signalled, monkeypatch):
     waiting.wait_asleep(lambda: clock_s[0] > 3602, 300, interrupt, sleep=sleep)
     with pytest.raises(EndError):
         waiting.wait_asleep(lambda: False, 300, interrupt, sleep=sleep)
-    assert clock_s[0] - 3602 < (15 if signalled else 305)  # but not for ever
+    assert clock_s[0] - 3602 < (15 if signalled else 305)  # but not forever

@@ -333,7 +333,7 @@ def test_a_full_disk_loses_events_and_no_more(
     monkeypatch.setattr(os, "pwrite", pwrite)
     trace.span("update", 3.0, 4.0)
     trace.close()
-    assert capsys.readouterr().err.count("cannot be written: No space left on device. Training goes on.") == 1
+    assert capsys.readouterr().err.count("cannot be written: No space left on device. Training continues.") == 1
     (rank,) = read(tmp_path).ranks
     assert names_of(rank) == {"update": 1} and rank.events["end"][0] == 1.0
 

@@ -1,6 +1,6 @@
 """Agreement between the ranks of a job while they start. No torch and no MPI.
 
-An error that one rank meets while all start is raised on all of them, so that none waits for ever.
+An error that one rank meets while all start is raised on all of them, so that none waits forever.
 """
 
 from __future__ import annotations

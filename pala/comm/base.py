@@ -195,8 +195,8 @@ class Deaths(abc.ABC):
         self.look()
         if self.ranks:
             raise EndError(
-                f"Rank {', '.join(map(str, sorted(self.ranks)))} has died, and this 'exchange.kind' cannot go on "
-                "without it; the job ends here. Go on from the last checkpoint by `--resume`."
+                f"Rank {', '.join(map(str, sorted(self.ranks)))} has died, and this 'exchange.kind' cannot continue "
+                "without it; the job ends here. Continue from the last checkpoint by `--resume`."
             )
 
 

@@ -113,7 +113,7 @@ def _check_launcher() -> None:
     if (rank := rank_above()) is not None:
         raise PalaError(
             f"a rank of an MPI job (process {rank}) has started this program, which has its launcher's variables: MPI "
-            "would take it for that rank, and wait for ever. Start it without them, as by `subprocess.run(..., "
+            "would take it for that rank, and wait forever. Start it without them, as by `subprocess.run(..., "
             "env={name: value for name, value in os.environ.items() if not name.startswith(('OMPI_', 'PMI', 'PRTE_', "
             "'MPI_LOCAL', 'SLURM_'))})`."
         )
@@ -205,7 +205,7 @@ def close_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
 
     All come together asleep first: the launcher ends the job when a rank exits with a status other than 0, while
     another may still print its last lines; and MPI_Finalize would spin while it waits for a rank that is stopped. If a
-    rank does not come, the job ends. MPI_Finalize can wait for the dead for ever (seen with Open MPI 5.0.11), so after
+    rank does not come, the job ends. MPI_Finalize can wait for the dead forever (seen with Open MPI 5.0.11), so after
     a death no rank calls it. Nor does it without `finalize`: spares have ended before, and not every rank may know.
     """
     from mpi4py import MPI
@@ -257,7 +257,7 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         log(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: {mend}, {then}.")
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        log(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others go on'}.\n{text}")
+        log(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others continue'}.\n{text}")
     if not isinstance(error, (EndError, KeyboardInterrupt)) and not comm.is_alone():
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
     if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)

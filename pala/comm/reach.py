@@ -1,7 +1,7 @@
 """The check that ranks reach each other by the addresses that MPI has chosen, before anything else is sent.
 
 Open MPI takes every network of a host for usable, and sends in turn over those that both ends seem to share. An address
-that two hosts have, as that of docker0, leads a host to itself, and the first message waits for ever. So each host
+that two hosts have, as that of docker0, leads a host to itself, and the first message waits forever. So each host
 sends short messages and a long one to others, with a limit. The addresses of all are told through the launcher, which
 has connections of its own.
 """

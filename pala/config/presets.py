@@ -87,7 +87,7 @@ def _locate(preset: str | Path, folder: str = "") -> tuple[Path, str]:
     if not folder and (member := _members().get(path.as_posix())):
         return member
     if (path / "run.json").exists():
-        raise PalaError(f"'{preset}' is the folder of a run, not a preset; go on with it by `--resume`.")
+        raise PalaError(f"'{preset}' is the folder of a run, not a preset; continue it by `--resume`.")
     if not path.name:
         raise PalaError(f"Preset '{preset}' is neither a file nor a name; `pala presets` lists the names, by family.")
     if not folder and _ENV_ID.fullmatch(str(preset)) and not Path(f"{preset}.toml").exists():

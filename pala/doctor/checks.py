@@ -145,7 +145,7 @@ def _start_failure(job: Job) -> str | None:
         )
     if job.alone and launcher.product.name == "Slurm":
         return (
-            f"srun has started {launcher.processes} tasks, but for {job.library} each is alone: it has no PMI in "
+            f"srun has started {launcher.processes} tasks, and for {job.library} each is alone: it has no PMI in "
             f"common with srun. Use `srun --mpi={'pmix' if job.library.family == 'Open MPI' else 'pmi2'}` (`srun "
             "--mpi=list` shows what this Slurm has), or `mpirun` inside the allocation."
         )

@@ -1,4 +1,4 @@
-"""Environments that fail: they are made anew, and their rank trains on (`env.restarts`).
+"""Environments that fail: they are made again, and their rank trains on (`env.restarts`).
 
 An environment fails that raises an error, breaks the interface after its first step, or gives a reward or an
 observation that is not finite; in a process of its own also one that raises another exception, or whose process dies
@@ -6,7 +6,7 @@ or does not answer (`processes.py`). A new one takes its place and begins an epi
 transition, and the episode that it cut is in no return.
 
 Before a training begins, each rank tries out its first environment by a reset and a step. A failure there is a mistake
-of the start, which making it anew does not mend.
+of the start, which making it again does not mend.
 """
 
 from __future__ import annotations

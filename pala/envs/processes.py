@@ -1,5 +1,5 @@
 """Environments in processes of their own (`env.vectorization` "async"): one whose process dies or does not answer is
-made anew in another, and all end with the rank however it ends."""
+made again in another, and all end with the rank however it ends."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
             )
 
     def _renewed(self, lost: dict[int, Failure]) -> dict[int, dict[str, Any]]:
-        """Make the lost environments anew and begin episodes; return their infos, with their failures."""
+        """Make the lost environments again and begin episodes; return their infos, with their failures."""
         failures: dict[int, list[Failure]] = {index: [] for index in lost}
         infos: dict[int, dict[str, Any]] = {}
         while lost:

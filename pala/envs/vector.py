@@ -117,7 +117,7 @@ class Envs:
 
     def try_out(self, seed: int) -> None:
         """Reset and step the first environment once, before training. Raises PalaError for what fails there: a mistake
-        of the user's, which making it anew does not mend."""
+        of the user's, which making it again does not mend."""
         first: Any = self.vector_env
         if self._end_processes is None:
             first = first.envs[0]
@@ -228,7 +228,7 @@ class Envs:
         so_far = f" {self.num_failures:,} failures were so far; the next line comes after as many more."
         so_far *= self.num_failures > 1
         what = f"Environment {index} ('{self.name}') has failed: {failure.text}."
-        log(f"{self.sender}{what} It is made anew; the episode that it played is left out.{so_far}")
+        log(f"{self.sender}{what} It is made again; the episode that it played is left out.{so_far}")
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return seeds.tolist()
@@ -259,7 +259,7 @@ class Envs:
 @contextlib.contextmanager
 def _told_if_it_takes_long() -> Iterator[None]:
     """Report that `close` of the user's environments, inside the block, takes long."""
-    waits = f"'close' of the environments has not returned for {_CLOSE_S:g} s; this process goes on waiting for it."
+    waits = f"'close' of the environments has not returned for {_CLOSE_S:g} s; this process still waits for it."
     notice = threading.Timer(_CLOSE_S, log, [waits])
     notice.daemon = True
     notice.start()
@@ -311,7 +311,7 @@ class AtariEnvs(Envs):
         return seeds
 
     def _step(self, actions: np.ndarray) -> Any:
-        """Step the games. They live in one object: where that fails, all of them are made anew."""
+        """Step the games. They live in one object: where that fails, all of them are made again."""
         try:
             return self.vector_env.step(actions)
         except Exception as error:  # ale-py's, of whatever kind
@@ -334,7 +334,7 @@ class AtariEnvs(Envs):
         self._frames_before_episode = info["frame_number"] - info["episode_frame_number"]
 
     def _episode_ended(self, terminated: np.ndarray, truncated: np.ndarray, info: dict[str, Any]) -> np.ndarray:
-        # A lost life is reported as a termination but the emulator goes on; a reset moves the episode's first frame.
+        # A lost life is reported as a termination but the emulator continues; a reset moves the episode's first frame.
         frames_before = info["frame_number"] - info["episode_frame_number"]
         ended: np.ndarray = frames_before != self._frames_before_episode
         self._frames_before_episode = frames_before

@@ -141,7 +141,7 @@ def _follow(run: Path, score: Callable[[], Evaluation]) -> None:
             if not has_said and is_locked(run) is False:
                 has_said = True
                 status = record["segments"][-1]["status"]
-                log(f"Nobody trains run '{run}' now ({status}): this waits until somebody goes on with it; ^C ends it.")
+                log(f"No process trains run '{run}' now ({status}): this waits until one continues it; ^C ends it.")
             time.sleep(_LOOK_S)
             continue
         try:

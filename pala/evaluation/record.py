@@ -113,7 +113,7 @@ def final_evaluation(folder: Path, record: dict[str, Any]) -> dict[str, Any] | N
     if None in numbers or not all(map(is_number, [*numbers, evaluation.get("standard_error", 0) or 0])):
         raise PalaError(
             f"The evaluation of run '{folder}' cannot be read: {', '.join(_NUMBERS)} are not all numbers; "
-            f"`pala evaluate {shlex.quote(str(folder))}` makes it anew."
+            f"`pala evaluate {shlex.quote(str(folder))}` makes it again."
         )
     is_final = evaluation.get("policy") == "final" and not evaluation.get("other_settings")
     is_final &= evaluation["global_steps"] == record["segments"][-1].get("global_steps")

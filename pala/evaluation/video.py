@@ -103,7 +103,7 @@ def _film(
         actor.forget(step.began)
         observations = step.observations
         ended += step.episodes
-        if len(ended) == episodes > 0:  # the environment has begun anew: there is no picture of the last moment
+        if len(ended) == episodes > 0:  # the environment has begun again: there is no picture of the last moment
             return
         yield screen(actions)
 
@@ -191,7 +191,7 @@ def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]
                 if picture.shape != shape:
                     break
                 writer.append_data(enlarged(picture))
-        if shape is not None and picture.shape != shape:  # after the encoder has ended, which makes the file anew
+        if shape is not None and picture.shape != shape:  # after the encoder has ended, which makes the file again
             raise PalaError(
                 f"Video '{file}' cannot be written: the environment's pictures change their size, from {shape} to "
                 f"{picture.shape}."

@@ -103,7 +103,7 @@ def model_of_first(
 class Exchange(abc.ABC):
     """The interface through which a loop, of either algorithm, reaches the other ranks."""
 
-    waited_s = 0.0  # time in which this rank could not go on
+    waited_s = 0.0  # time in which this rank could not continue
     message_bytes = 0  # of the largest message
     trace: Trace | None = None  # records this rank's timeline, if there is one
 

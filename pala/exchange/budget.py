@@ -175,7 +175,7 @@ class StepBudget:
         self._count()
 
     def tell_stop(self) -> tuple[int, ...]:
-        """Return the peers to tell that training ends: once, when it does, and anew after a death; otherwise none. A
+        """Return the peers to tell that training ends: once, when it does, and again after a death; otherwise none. A
         peer that is listed twice gets two messages."""
         if self.stop is Stop.NONE or self.stop_told:
             return ()

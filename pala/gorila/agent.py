@@ -67,7 +67,7 @@ class GorilaAgent(Agent[GorilaExchange]):
     def restore(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
         """Restore shards and counters, and this rank's own if the job has its old ranks. Collective."""
         if saved.own is None:
-            saved.say_ranks_changed(comm, "the shards' parameters are shared out anew")
+            saved.say_ranks_changed(comm, "the shards' parameters are shared out again")
         joint = self._restore_shards(comm, saved)
         if saved.own is not None:
             old, dqn = saved.own.counters["gorila"]["filter"], self.dqn
@@ -78,7 +78,7 @@ class GorilaAgent(Agent[GorilaExchange]):
         if comm.rank == 0 and not has_replay and 0 < left < gorila.min_replay_steps + gorila.update_period_steps:
             log(
                 f"{left:,} steps are left, and learning begins again after 'gorila.min_replay_steps' "
-                f"({gorila.min_replay_steps:,}): nothing more will be learned. Raise 'total_steps' to go on learning."
+                f"({gorila.min_replay_steps:,}): nothing more will be learned. Raise 'total_steps' to learn more."
             )
         return saved.own.counters if saved.own is not None else joint
 
@@ -93,7 +93,7 @@ class GorilaAgent(Agent[GorilaExchange]):
             before = saved.config.gorila.optimiser
             if before != self.config.gorila.optimiser:  # one keeps the mean of squares, the other their sum
                 self.dqn.squares.zero_()
-                log(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin anew.")
+                log(f"'gorila.optimiser' was '{before}', whose squares are not those of the new one: they begin again.")
             return states[0].counters | checkpoint.joint_counters(states), begin.version
 
         joint, self.dqn.version = from_first(comm, read)
@@ -110,13 +110,13 @@ class GorilaAgent(Agent[GorilaExchange]):
             collectively(comm, lambda: self.store.load(prefix) if self.store is not None else None)
             return True
         if self.rank == 0:
-            what = "No replay was saved to go on with"
+            what = "No replay was saved to continue with"
             if any(saved.segment.glob("*.replay")):
                 why = "its ranks or roles are not this job's, or a file is missing"
                 why = f"it was played with another {', '.join(changed)}" if changed else why
                 why = why if is_wanted else "'gorila.save_replay' is off"
                 what = f"The replay that was saved is not used, and deleted ({why})"
-            log(f"{what}: it is filled anew before learning goes on.")
+            log(f"{what}: it is filled again before learning continues.")
         return False
 
     def _shares_replay_as(self, before: Roles) -> bool:
@@ -148,7 +148,7 @@ class GorilaAgent(Agent[GorilaExchange]):
             )
 
     def before_training(self, previous: Path | None) -> None:
-        """Warn of settings, and after a resume draw minibatches anew and delete the replay of the segment before.
+        """Warn of settings, and after a resume draw minibatches again and delete the replay of the segment before.
 
         From now on a resume begins with the new segment. A file that cannot be removed only takes room.
         """
@@ -173,7 +173,9 @@ class GorilaAgent(Agent[GorilaExchange]):
             try:
                 self.store.save(self._replay_prefix(segment))
             except OSError as error:
-                log(f"[rank {self.rank}] the replay cannot be saved: {reason(error)}. A resumed run will fill it anew.")
+                log(
+                    f"[rank {self.rank}] the replay cannot be saved: {reason(error)}. A resumed run will fill it again."
+                )
         comm.with_survivors(lambda living: None, _SAVE_REPLAY_S, Interrupt())
 
     def _replay_prefix(self, segment: Path) -> Path:

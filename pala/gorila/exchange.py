@@ -134,7 +134,7 @@ class GorilaExchange(Exchange, Receiver):
             members.leave()
             others = len(self.living)
         self._transport.wait_until_sent(members.watch.patience_s, self._interrupt)
-        log(f"[rank {rank}] leaves ({LEAVE.name}); {others} go on.")
+        log(f"[rank {rank}] leaves ({LEAVE.name}); {others} continue.")
         return True
 
     def stepped(self, steps: int, experience: Experience) -> None:

@@ -83,8 +83,8 @@ class Members:
         self.budget, self.rank = budget, budget.rank
         self.roles, self.tell = roles, tell
         self.on_gone: Callable[[int], object] = lambda rank: None  # that rank has died or left
-        self.on_change: Callable[[], object] = lambda: None  # a rank has gone or come, and training goes on
-        self.fault = ""  # why training cannot go on
+        self.on_change: Callable[[], object] = lambda: None  # a rank has gone or come, and training continues
+        self.fault = ""  # why training cannot continue
         self.gone: list[int] = []  # ranks that have died or left, in the order in which this rank heard of it
         self._has_spares = budget.size > len(roles.everybody)
         self.watch = Watch(self._watched(), patience_s, lambda rank: self.tell(rank, Kind.PING, 0))
@@ -240,4 +240,4 @@ def lost_by_silence(roles: Roles, living: Collection[int], silent: Collection[in
     return None
 
 
-_END = "nothing can be learned without it, so the job ends here. Go on from the last checkpoint by `--resume`."
+_END = "nothing can be learned without it, so the job ends here. Continue from the last checkpoint by `--resume`."

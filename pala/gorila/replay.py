@@ -28,7 +28,7 @@ from pala.system.errors import PalaError
 from pala.system.files import open_atomically, open_to_read
 
 _FILE = "PALA replay memory 1"  # the number is the format's
-_LEAVE_OUT = "`--gorila.no-save-replay` leaves it out, and the replay is filled anew."
+_LEAVE_OUT = "`--gorila.no-save-replay` leaves it out, and the replay is filled again."
 _SLAB_BYTES = 16 << 20  # of one read or write
 
 

@@ -102,7 +102,7 @@ class Shard:
         return True
 
     def take_figures(self) -> dict[str, int]:
-        """Return the figures for the metrics, and begin to count anew."""
+        """Return the figures for the metrics, and begin to count again."""
         figures = {
             "server_updates": self.version,
             "gradients_stale": self.stale,
@@ -158,7 +158,7 @@ def assemble(states: Sequence[RankState], parameters: int | None = None) -> Serv
     if missing or not saved:
         raise PalaError(
             f"The checkpoints hold no parameters of shard {missing[0] if missing else 0} of {num_shards}: the run "
-            "cannot be gone on with from there."
+            "cannot be continued from there."
         )
     in_order = [saved[shard] for shard in range(num_shards)]
     found = sum(len(state.tensors["parameters"]) for state in in_order)

@@ -71,7 +71,7 @@ class ReplayStore:
         self._replays[actor].lose_step()
 
     def take_figures(self) -> dict[str, int]:
-        """Return the figures for the metrics, and begin to count anew."""
+        """Return the figures for the metrics, and begin to count again."""
         not_finite = sum(replay.not_finite for replay in self._replays.values())
         for replay in self._replays.values():
             replay.not_finite = 0

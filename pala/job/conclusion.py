@@ -36,7 +36,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     early = f" ({result.stopped_early})" if result.stopped_early else ""
     print_result(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
-        print_result(f"      go on with: {_going_on(result.run, config)}")
+        print_result(f"      continue with: {_going_on(result.run, config)}")
         return result
     final_tasks, trust = _FinalTasks(result.run, config), user_code.trust_option(result.run, config)
     tasks: list[tuple[str, Callable[[], str]]] = [

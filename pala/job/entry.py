@@ -72,7 +72,7 @@ def script() -> Iterator[MpiCommunicator]:
         raise  # on every rank
     except BaseException as error:
         if comm.size > 1:
-            abort(comm, error)  # the other ranks would wait for ever
+            abort(comm, error)  # the other ranks would wait forever
         raise
 
 

@@ -62,7 +62,7 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
     steps = algorithm.step_length(config, 1 if config.exchange_kind.averages_gradients else len({*groups}))
     made = f", {steps_made:,} of them made before" * (steps_made > 0)
     if steps_made >= config.total_steps:
-        made = f", and {steps_made:,} were made before: none is left to train (a larger `--total-steps` goes on)"
+        made = f", and {steps_made:,} were made before: none is left to train (a larger `--total-steps` continues)"
     lines = [
         f"PALA  {run.folder}",
         f"      {algorithm.method(config)}; {counted(len(hosts), 'rank')} {where}, {threads} and "

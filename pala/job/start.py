@@ -2,7 +2,7 @@
 
     Request ──▶ Run (folder, lock, records) ──▶ Agent (environments, network, optimiser) ──▶ Exchange ──▶ training
 
-An error that one rank meets while all ranks start is raised on all of them, so none waits for ever.
+An error that one rank meets while all ranks start is raised on all of them, so none waits forever.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _note_on_masks(envs: Envs) -> None:
 
 def _code_of(comm: Communicator, request: Request) -> UserCode:
     """Return what a run is made with from Python; a resumed run keeps what it was made with, as far as it is not given
-    anew. Collective."""
+    again. Collective."""
     if request.resume is None:
         return request.code
     resume = request.resume

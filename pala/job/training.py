@@ -151,7 +151,7 @@ class Training:
         try:
             self._agent.save(self._run, self._exchange)
         except OSError as error:
-            kept = "The one before is kept; the job goes on."
+            kept = "The one before is kept; the job continues."
             if not os.path.lexists(self._run.folder):
                 kept = (
                     f"Run folder '{self._run.folder}' was deleted, and all that was kept of this run with it: put it "
@@ -174,7 +174,7 @@ class Training:
         try:
             self._best.judge(view, agent.counters.time_s, header, agent.policy)
         except OSError as error:
-            self._say(f"the best policy could not be written: {reason(error)}. The job goes on.")
+            self._say(f"the best policy could not be written: {reason(error)}. The job continues.")
 
     def _call(self, name: str, callback: Callback | None, records: list[Record] | None = None) -> None:
         """Call one of the user's functions, which may end training."""
@@ -184,7 +184,7 @@ class Training:
         done = self._agent.counters
         rank = self._comm.rank
         moment = Moment(rank, done.updates, done.local_steps, exchange.global_steps, done.time_s, records or ())
-        has_left = rank in exchange.left  # then these are its last records, and the others go on
+        has_left = rank in exchange.left  # then these are its last records, and the others continue
         if asks_to_stop(callback(moment)) and exchange.stop is Stop.NONE and not has_left:
             self._say(f"'{name}' returned False: training ends on all ranks.")
             self._asked_to_stop = name

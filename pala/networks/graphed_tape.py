@@ -17,7 +17,7 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 def cuda_graph(function: Callable[[], Any]) -> Callable[[], Any]:
     """Capture `function` as a CUDA graph: a call replays its kernels on the same memory and returns the same tensors,
-    filled anew."""
+    filled again."""
     side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # libraries choose their kernels outside of the capture

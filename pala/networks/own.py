@@ -44,7 +44,7 @@ def own_network(config: Config, make_network: MakeNetwork | None) -> MakeNetwork
     if make_network is not None:
         raise PalaError(
             f"{_SOURCE} is '{config.network.custom}', but there is a 'make_network', too, given or kept by the run "
-            "that goes on; a run has one or the other."
+            "that continues; a run has one or the other."
         )
     return _named(config.network.custom)
 

@@ -2,7 +2,7 @@
 
 A run's `checkpoints/` has one folder for each start of the run (a *segment*: `segment-000`, after a resume
 `segment-001`, ...), with two generations of a file for each rank. A rank writes alone: no rank waits for another. Kept
-are the newest segment and the one that it went on from.
+are the newest segment and the one that it continued from.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def load_rank(
             log(f"[rank {rank}] {faults[0]} The one before it is used.")
         return state
     raise PalaError(
-        f"{' '.join(faults)} If the run has an earlier segment, move '{folder}' away to go on from that one."
+        f"{' '.join(faults)} If the run has an earlier segment, move '{folder}' away to continue from that one."
     )
 
 
@@ -204,7 +204,7 @@ def new_segment(run: Path) -> Path:
 
 
 def remove_older(segment: Path) -> None:
-    """Remove the segments before this one, which a start has gone on from and saved a new one: nothing reads them any
+    """Remove the segments before this one, which a start has continued from and saved a new one: nothing reads them any
     more. One that cannot be removed stays; it only takes room."""
     for folder in segment.parent.glob("segment-*"):
         if 0 <= _segment_number(folder) < _segment_number(segment):

@@ -223,5 +223,5 @@ class Reporter:
         try:
             yield
         except Exception as error:  # TensorFlow, where it is installed, has errors of its own for a full disk
-            log(f"TensorBoard's files cannot be written any more: {reason(error)}. Training goes on.")
+            log(f"TensorBoard's files cannot be written any more: {reason(error)}. Training continues.")
             self._tensorboard = None

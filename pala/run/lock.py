@@ -88,7 +88,7 @@ def supervised(run: Path) -> Iterator[None]:
         # A fault of the lock, as where there are none, names no file.
         if error.filename is not None and not os.path.lexists(folder):
             raise cannot_be_made(run, reason(error)) from None
-        log(f"'{path}' cannot be locked ({error.strerror}): see to it that nobody else supervises the run.")
+        log(f"'{path}' cannot be locked ({error.strerror}): make sure that no other process supervises the run.")
         yield
         return
     with file:

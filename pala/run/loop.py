@@ -189,7 +189,7 @@ class Means:
             self._sums[key] = self._sums.get(key, 0.0) + value
 
     def take(self) -> dict[str, float]:
-        """Return the means; then begin anew."""
+        """Return the means; then begin again."""
         means = {key: float(value) / self._count for key, value in self._sums.items()}
         self._sums, self._count = {}, 0
         return means

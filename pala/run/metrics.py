@@ -62,7 +62,7 @@ class MetricsWriter:
         except OSError as error:
             if not self._failed:
                 why = reason(error)
-                log(f"[rank {self._rank}] metrics cannot be written to '{self._path}': {why}. Training goes on.")
+                log(f"[rank {self._rank}] metrics cannot be written to '{self._path}': {why}. Training continues.")
             self._failed = True
         else:
             self._failed = False

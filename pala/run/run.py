@@ -54,7 +54,7 @@ class Run:
         self._to_note: dict[str, Any] = {}
 
     def check_folder(self) -> None:
-        """Raise EndError if the run's folder was deleted and another job has made it anew. Before anything is written:
+        """Raise EndError if the run's folder was deleted and another job has made it again. Before anything is written:
         the two would mix their files. Not collective."""
         check_identity(self.folder, self.identity)
 
@@ -153,7 +153,7 @@ class Run:
         try:
             self.lead(exchange, living, time_s)
         except (OSError, PalaError) as error:  # a full disk: the next interval tries again
-            log(f"[rank {self.rank}] 'run.json' cannot be written: {reason(error)}. Training goes on.")
+            log(f"[rank {self.rank}] 'run.json' cannot be written: {reason(error)}. Training continues.")
         return True
 
     def lead(self, exchange: Exchange, living: Sequence[int], time_s: float) -> None:
@@ -300,7 +300,7 @@ def _say_of_name(run: Path, config: Config) -> None:
     """Report that a resumed run does not take the name that it is given."""
     if (name := run_folder.own_name(run, config)) != config.run.name:
         log(
-            f"'run.name' ('{config.run.name}') is not used: the run goes on in its folder as '{name}'. For another "
+            f"'run.name' ('{config.run.name}') is not used: the run continues in its folder as '{name}'. For another "
             "run that begins as it is, copy the folder and resume the copy."
         )
 
@@ -311,7 +311,7 @@ def _check_metrics(run: Path, ranks: int) -> None:
     (run / "metrics").mkdir(exist_ok=True)
     if (packed := packed_alone(run, ranks)) is not None:
         raise PalaError(
-            f"The metrics '{packed}' are packed, and training would begin a new file beside them, which would hide "
+            f"The metrics '{packed}' are packed, and training would begin a new file next to them, which would hide "
             "what they hold: `gunzip` them first."
         )
 

@@ -104,7 +104,7 @@ def taken(path: Path) -> PalaError:
     """Return why a new run cannot be made there."""
     other = "move it away: it holds no run to resume"
     if (path / "run.json").exists():
-        other = f"go on with it by `--resume {shlex.quote(str(path))}`"
+        other = f"continue it by `--resume {shlex.quote(str(path))}`"
     return PalaError(
         f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or {other}."
     )
@@ -297,7 +297,7 @@ class RunRecord:
 
     def __init__(self, path: Path, record: dict[str, Any], check: Callable[[], None]) -> None:
         """`check` is called before each writing, and may raise; it does nothing for a folder that no other process can
-        have made anew."""
+        have made again."""
         self._file = path / "run.json"
         self._record = record
         self._check = check

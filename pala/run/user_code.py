@@ -108,7 +108,7 @@ def _check_whole(run: Path, given: UserCode) -> None:
             files = " or ".join(f"'{what}.{ending}'" for ending in CODE_ENDINGS)
             raise PalaError(
                 f"Run '{run}' was made with a `{what}` from Python, but the file that keeps it, {files}, is not there: "
-                "copy it from where the run was made. (`pala.fit` can go on with the run if it is given anew.)"
+                "copy it from where the run was made. (`pala.fit` can continue the run if it is given again.)"
             )
     made_by, here = last.get("versions", {}).get("python"), platform.python_version()
     pickles = [f"{what}.pkl" for what in UserCode._fields if getattr(given, what) is None and _is_pickled(run, what)]

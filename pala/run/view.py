@@ -79,7 +79,7 @@ class RunView:
                         self.num_episodes += record.get("episodes_left_out") or 0
             except PalaError as error:  # training does not depend on what is shown of it
                 if rank not in self._unreadable:
-                    log(f"{error} Training goes on.")
+                    log(f"{error} Training continues.")
                 self._unreadable.add(rank)
             fresh.append(mine)
         self.num_episodes += sum(map(len, fresh))

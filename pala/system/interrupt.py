@@ -13,7 +13,7 @@ from types import FrameType
 from pala.system.output import log
 
 _SECOND_S = 5.0  # after the first ^C another one does not wait for training to end
-LEAVE = signal.SIGUSR2  # asks a rank to leave a job that goes on
+LEAVE = signal.SIGUSR2  # asks a rank to leave a job that continues
 
 
 def hangup() -> tuple[signal.Signals, ...]:
@@ -92,7 +92,7 @@ def raising_at_signals() -> Iterator[list[int]]:
             signal.raise_signal(number)
         elif not came:
             came.append(number)
-            raise KeyboardInterrupt  # passes those who make environments anew, which SystemExit does not
+            raise KeyboardInterrupt  # passes those who make environments again, which SystemExit does not
 
     is_main = threading.current_thread() is threading.main_thread()
     caught = [n for n in (signal.SIGTERM, *hangup()) if is_main and signal.getsignal(n) is signal.SIG_DFL]

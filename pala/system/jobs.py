@@ -117,7 +117,7 @@ class MpiJob:
     def outlives_its_ranks(self, is_over: Callable[[], bool], limit_s: float | None = None) -> bool:
         """Wait for the launcher's end. Returns True if the launcher continues though the job is over.
 
-        Open MPI's mpirun (5.0.11) was seen to wait for itself for ever when all its ranks had ended. `is_over` is asked
+        Open MPI's mpirun (5.0.11) was seen to wait for itself forever when all its ranks had ended. `is_over` is asked
         every `LOOK_S`. Raises TimeoutError after `limit_s`."""
         deadline = math.inf if limit_s is None else time.monotonic() + limit_s
         while True:
@@ -203,7 +203,7 @@ def run_job(
         with open(log, "rb") as file:
             file.seek(begin)
             if _REFUSAL.encode() in file.read():
-                raise PalaError(f"`{shlex.join(words)}`: mpirun refuses so many ranks: {why_refused(os.environ)}")
+                raise PalaError(f"`{shlex.join(words)}`: mpirun refuses that many ranks: {why_refused(os.environ)}")
         raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail(log)}")
 
 

@@ -18,7 +18,7 @@ SUPERVISED, ANNOUNCEMENT = "PALA_SUPERVISED", "pala-announcement:"
 def notify_supervisor(stage: str) -> None:
     """Tell the supervisor (`pala train -n`) how far this rank's start has come; the supervisor does not show it.
 
-    Where MPI is fault-tolerant, a rank that ends before MPI_Init leaves the others waiting in it for ever."""
+    Where MPI is fault-tolerant, a rank that ends before MPI_Init leaves the others waiting in it forever."""
     if os.environ.get(SUPERVISED):
         log(f"{ANNOUNCEMENT} {stage} {Launch.detect().rank}")
 
@@ -60,7 +60,7 @@ def log(message: str) -> None:
 
 def say_death(rank: int, dead: int, num_living: int, host: str = "") -> None:
     """Print that the rank `dead` has died; one rank says it, the lowest that lives."""
-    log(f"[rank {rank}] rank {dead}{f' on {host}' if host else ''} has died; {num_living} go on.")
+    log(f"[rank {rank}] rank {dead}{f' on {host}' if host else ''} has died; {num_living} continue.")
 
 
 def print_result(message: str) -> None:

@@ -131,7 +131,7 @@ class Trace:
             self._size += _write_whole(self._descriptor, data, self._size)
         except OSError as error:
             if not self._has_failed:
-                log(f"The timeline '{self._path}' cannot be written: {reason(error)}. Training goes on.")
+                log(f"The timeline '{self._path}' cannot be written: {reason(error)}. Training continues.")
             self._has_failed = True
             if not self._is_closed:
                 for name, number in self._names.items():  # some may have been in what is lost

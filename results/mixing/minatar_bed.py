@@ -1,4 +1,4 @@
-"""Trainings of simulated ranks on MinAtar (Young & Tian 2019, arXiv 1903.03176), many at a time; goes on where it was
+"""Trainings of simulated ranks on MinAtar (Young & Tian 2019, arXiv 1903.03176), many at a time; continues where it was
 interrupted.
 
     pip install minatar==1.0.15

@@ -1,7 +1,7 @@
 """Time to a score while slowness wanders: simulated ranks on MinAtar, each of them slow a quarter of the time.
 
     pip install --no-deps minatar==1.0.15
-    python results/wander/bed.py --seeds 3            goes on where it was interrupted
+    python results/wander/bed.py --seeds 3            continues where it was interrupted
     python results/wander/bed.py --report             the tables, from runs.jsonl
 
 Each rank is 4 times slower in spells of 20 updates of its own fast speed on average, and fast for 60 between them,

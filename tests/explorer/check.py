@@ -68,7 +68,7 @@ def run(arguments: list[str]) -> None:
                 print(f"{held.schedules:,} of {command.schedules:,} schedules held", flush=True)
                 said_s = now_s
     except KeyboardInterrupt:
-        print(f"Interrupted. Go on with --first {command.first + held.schedules}.")
+        print(f"Interrupted. Continue with --first {command.first + held.schedules}.")
         raise
     finally:
         if held.failure is None and held.schedules:
@@ -85,7 +85,7 @@ def try_in_batches(numbers: range, processes: int = 0, protocol: MakeProtocol = 
     processes = min(processes or usable_cores(), len(batches))
     sofar = Tried()
     context = multiprocessing.get_context("spawn")
-    # Not multiprocessing's Pool: to leave one with tasks in it ends workers by force, which was seen to wait for ever.
+    # Not multiprocessing's Pool: to leave one with tasks in it ends workers by force, which was seen to wait forever.
     with ProcessPoolExecutor(processes, context, _follow_the_parent) as pool:
         try:
             for tried in pool.map(partial(try_all, protocol=protocol), batches):
@@ -99,7 +99,7 @@ def try_in_batches(numbers: range, processes: int = 0, protocol: MakeProtocol = 
 
 
 def _follow_the_parent() -> None:
-    """Leave ^C to it, and end with it, however that ends: a worker that waits for tasks would do so for ever."""
+    """Leave ^C to it, and end with it, however that ends: a worker that waits for tasks would do so forever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

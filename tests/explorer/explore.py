@@ -3,7 +3,7 @@
 Breadth first over all orders of events, so what is found wrong comes with a shortest trace. The ranks run training's
 own driver and protocol (`rank.py`); what can happen to them, and what must hold, is in `world.py`.
 
-Nobody may wait for ever: there must be no state in which somebody waits and nothing can happen, and, of the states in
+Nobody may wait forever: there must be no state in which somebody waits and nothing can happen, and, of the states in
 which a rank waits, no cycle that a fair execution can stay in. Fair: whatever can happen all the time there, and is no
 fault, does happen there; and so does what time alone brings again and again (`_AGAIN_AND_AGAIN`).
 """
@@ -138,7 +138,7 @@ class Explorer:
                 self._edges.append(number)
         waiting = [r for r in range(world.n) if world.mode(state, r) is Mode.WAITS]
         if waiting and not goes_on:
-            self._note(f"deadlock: ranks {waiting} wait for ever", k)
+            self._note(f"deadlock: ranks {waiting} wait forever", k)
         return len(successors)
 
     def _add(self, state: State, parent: int, label: int, states: list[State]) -> int:
@@ -193,7 +193,7 @@ class Explorer:
                 labels = list(self._labels)
                 does = ", ".join(sorted({told(labels[n]) for n in taken}))
                 first = min(component)
-                self._note(f"endless wait: rank {r} can wait for ever among {len(component)} states, by: {does}", first)
+                self._note(f"endless wait: rank {r} can wait forever among {len(component)} states, by: {does}", first)
 
     def _out(self, k: int) -> range:
         return range(self._begins[k], self._begins[k + 1])
@@ -301,7 +301,7 @@ def cases(command: Command) -> list[Case]:
         if fault not in command.faults:
             raise PalaError(f"'--rare-faults': '{fault}' is none of '--faults' ({', '.join(command.faults)}).")
         if fault not in UNFAIR:
-            raise PalaError(f"'--rare-faults': '{fault}' cannot be rare: ranks need it to go on.")
+            raise PalaError(f"'--rare-faults': '{fault}' cannot be rare: ranks need it to continue.")
     together = command.together or len(command.faults)
     if together > len(command.faults):
         raise PalaError(f"'--together' is {together}, but '--faults' names {len(command.faults)}.")

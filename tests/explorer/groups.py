@@ -10,7 +10,7 @@ Must hold, in every state:
 - one rank acts as leader, the lowest that lives and has not left, and no living two ever did so for the same update;
 - all that make an update make it with the same mean, of the gradients of those that count, and with the same numbers
   of learners, models and steps; and hold the same model after it;
-- nobody waits for ever: where nothing can happen but faults, all that live have ended, after the same update, or left.
+- nobody waits forever: where nothing can happen but faults, all that live have ended, after the same update, or left.
   Each step brings a rank further in its updates, or in what it knows, so no run is endless.
 """
 
@@ -242,7 +242,7 @@ class Member(GroupedGossip):
         self._end, self._all_end, self._is_leading = values.end, values.all_end, values.is_leading
         self._interrupt.signal = values.signal
         budget.present, budget.left, budget.stop = values.present, set(values.left), values.stop
-        budget.stayed(())  # count the living anew
+        budget.stayed(())  # count the living again
         budget.steps_by_rank, budget.sum_steps = np.array(values.steps, np.uint64), sum(values.steps)
         self.model[:], self.brought[:] = values.model, values.gradient
         self._num_published = self.driver.num_mixes
@@ -457,7 +457,7 @@ class Group:
         """Check a state in which nothing can happen but faults. Raises WrongError."""
         waiting = [r for r, rank in enumerate(state.ranks) if rank.phase in _AT_WORK]
         if waiting:
-            raise WrongError(f"deadlock: ranks {waiting} wait for ever")
+            raise WrongError(f"deadlock: ranks {waiting} wait forever")
         ended = [rank.values for rank in state.ranks if rank.phase is Phase.ENDED]
         if len({values.made[:-1] for values in ended}) > 1:
             raise WrongError(f"members ended with unlike steps: {[values.made for values in ended]}")

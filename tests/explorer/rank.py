@@ -191,13 +191,13 @@ class LocalRank:
             self.driver.on_tick()
 
     def absence(self) -> None:
-        """Stop the rank for longer than its patience, and let it go on: it has looked at no clock yet."""
+        """Stop the rank for longer than its patience, and let it continue: it has looked at no clock yet."""
         self._transport.now += _OLD_S
         self._mark_old(True)
 
     @property
     def gives_up(self) -> bool:
-        """Whether the end of its patience lets it go on with the model that it has, and take whatever comes."""
+        """Whether the end of its patience lets it continue with the model that it has, and take whatever comes."""
         return self._mode is Mode.WAITS and self.state.healthy
 
     @property

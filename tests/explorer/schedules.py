@@ -1,7 +1,7 @@
 """Any schedule from a seed, and what must hold in every one: the gossip protocol put to the test on a virtual cluster.
 
 A schedule draws everything from its number: ranks, topology, mixing, speeds, delays, and faults (ranks that die, that
-are stopped and go on, whose model becomes NaN). So a failure replays from that number alone.
+are stopped and continue, whose model becomes NaN). So a failure replays from that number alone.
 """
 
 from __future__ import annotations
@@ -199,9 +199,9 @@ def _check_sum(cluster: VirtualCluster) -> None:
 def _check_end(scenario: Scenario, cluster: VirtualCluster) -> None:
     for violation in cluster.violations:
         raise InvariantError(violation)
-    if cluster.models_lost:  # nothing is left to go on with
+    if cluster.models_lost:  # nothing is left to continue with
         return
-    _demand(not cluster.stuck, f"deadlock: ranks {cluster.stuck} wait for ever")
+    _demand(not cluster.stuck, f"deadlock: ranks {cluster.stuck} wait forever")
     longest_s = 2 * _longest_patience_s(scenario) + 1.01 * scenario.again_s
     for rank in cluster.living:
         p = rank.state
@@ -222,12 +222,13 @@ def _check_end(scenario: Scenario, cluster: VirtualCluster) -> None:
     for rank, unseen in zip(cluster.ranks, cluster.unseen_steps, strict=False):
         most = max(1, math.ceil(unseen / scenario.steps_per_update))
         _demand(
-            rank.updates_after_budget <= most, f"budget: rank {rank.number} went on {rank.updates_after_budget} updates"
+            rank.updates_after_budget <= most,
+            f"budget: rank {rank.number} continued {rank.updates_after_budget} updates",
         )
 
 
 def _check_places(scenario: Scenario, cluster: VirtualCluster) -> None:
-    """No more ranks train than in the beginning, and, if training went on for long enough after the last death, not
+    """No more ranks train than in the beginning, and, if training continued for long enough after the last death, not
     fewer while there are spares."""
     if scenario.spares == 0:
         return

@@ -28,7 +28,7 @@ class Step(NamedTuple):
     letters: tuple[tuple[int, int, int], ...]  # to whom, lane, letter
     closed: tuple[int, ...]
     faults: tuple[str, ...]
-    failed: bool  # by an exception: it cannot go on from there
+    failed: bool  # by an exception: it cannot continue from there
 
 
 class About(NamedTuple):
@@ -151,7 +151,7 @@ class Tables:
         return Kind.STOP, Kind.JOIN, Kind.CREDIT, Kind.ASK_WHOLE
 
     def _left(self, rank: int, peer: int, kind: Kind) -> int:
-        """Return that rank after a model has left it: its snapshot may be filled anew."""
+        """Return that rank after a model has left it: its snapshot may be filled again."""
         if self._about[rank].mode is Mode.DEAD:
             return rank
         return self._recall(("left", rank, peer, kind), lambda: self.rank_id(_left(self.ranks[rank], peer, kind)))

@@ -71,7 +71,7 @@ class Successor(NamedTuple):
     """What can come next."""
 
     label: Label
-    state: State | None  # None: it cannot go on from there
+    state: State | None  # None: it cannot continue from there
     faults: tuple[str, ...]
 
 
@@ -319,7 +319,7 @@ class World(Tables):
         return self._recall(("without", lane, kinds), lambda: self.lane_id(tuple(left)))
 
     def _mark_old(self, state: State, r: int, old: bool) -> State:
-        """Mark the models on their way to rank r: they were sent before it goes on."""
+        """Mark the models on their way to rank r: they were sent before it continues."""
         after = list(state)
         for (_, receiver), at in self._pairs.items():
             for lane in (at + BULK, at + LATE):

@@ -170,7 +170,7 @@ ENV_SEEDS = np.array([11, 12, 13])
 
 
 def play(ranks: Sequence[Rank]) -> Iterator[None]:
-    """Play in lockstep for ever: actors go first, then learners; shards and replays just answer."""
+    """Play in lockstep forever: actors go first, then learners; shards and replays just answer."""
     roles = ranks[0].node.roles
     order = [ranks[rank] for rank in dict.fromkeys((*roles.actors, *roles.learners))]
     for rank in order:

@@ -84,7 +84,7 @@ def memory_growth_below(most_kib: int) -> Iterator[None]:
     def peak_kib() -> int:
         return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
     before = peak_kib()
     yield
     assert peak_kib() - before < most_kib

@@ -62,7 +62,7 @@ class Running:
         self.pids = job.pids[: len(connections)]
 
     def wait(self, timeout_s: float = 240) -> Ended:
-        """Until it has ended on every rank. Raises CaseError; the ranks are then started anew for the next case."""
+        """Until it has ended on every rank. Raises CaseError; the ranks are then started again for the next case."""
         deadline, values, fault = time.monotonic() + timeout_s, dict[int, Any](), ""
         while len(values) < len(self._connections):
             waiting = [connection for rank, connection in enumerate(self._connections) if rank not in values]

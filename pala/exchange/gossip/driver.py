@@ -234,7 +234,7 @@ class GossipDriver(Receiver):
             self._perform(self.protocol.leave(self.state))
 
     def restart(self) -> None:
-        """Begin anew after the transport has paused, when no rank expects anything of another. Collective."""
+        """Begin again after the transport has paused, when no rank expects anything of another. Collective."""
         with self.lock:
             self._perform(self.protocol.restart(self.state))
 
@@ -343,7 +343,7 @@ class GossipDriver(Receiver):
     def _send_control(self, action: SendControl) -> None:
         """Send a message, but keep at most 8 unsent replies for each peer: a peer that receives nothing, but continues
         to send what has to be rejected, must not fill this rank's memory. Of ranks that leave, questions and replies
-        count apart: they are many on a slow link, and a credit that is left out keeps a process lock for ever."""
+        count apart: they are many on a slow link, and a credit that is left out keeps a process lock forever."""
         begin_s, packet = time.perf_counter(), self.models.control(action.message)
         kind = action.message.kind
         if kind not in NEWS:

@@ -138,7 +138,7 @@ class GossipExchange(ModelExchange):
             return True
         if self.stop is Stop.NONE:
             raise PalaError(
-                f"[rank {self._comm.rank}] no rank is left that has a model; go on from the last checkpoint by "
+                f"[rank {self._comm.rank}] no rank is left that has a model; continue from the last checkpoint by "
                 "`--resume`."
             )
         return False
@@ -153,7 +153,7 @@ class GossipExchange(ModelExchange):
             self._transport.wait_until_sent(self._patience_s, self._interrupt)
             self._ask_once_more()
             if self._may_leave() and budget.stop is Stop.NONE:
-                log(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} go on.")
+                log(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} continue.")
                 return True
             # Training has ended meanwhile, or others were told to leave at the same time and may stay as well:
             # `close` settles which ranks stayed.

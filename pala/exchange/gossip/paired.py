@@ -157,7 +157,7 @@ class Paired(GossipProtocol):
         """Return whether an offer to this rank is to be refused, since the sender has been offered to and will answer.
         Of one that has been silent that is not sure: what was offered to it may be lost. Nor of one that has refused
         the last offer: it may refuse them all, as those of a rank whose model is not finite and that does not know it
-        yet, and then both would wait for each other for ever."""
+        yet, and then both would wait for each other forever."""
         if sender in s.silent or sender in s.refusing:
             return False
         return s.budget.rank < sender and sender in s.offers

@@ -180,7 +180,7 @@ class GossipProtocol(abc.ABC):
         return self._mix(s, give_credit=False) if s.has_model or s.whole_came else []
 
     def restart(self, s: GossipState) -> list[Action]:
-        """Mix whatever has come, and begin anew between two updates: nothing is in flight, and no rank expects an
+        """Mix whatever has come, and begin again between two updates: nothing is in flight, and no rank expects an
         answer. All living ranks do so together."""
         actions = self.finish(s)
         for peer in {*s.lock.held_since_s, *s.offers}:
@@ -195,7 +195,7 @@ class GossipProtocol(abc.ABC):
         return actions
 
     def _begin_update(self, s: GossipState) -> None:
-        if len(s.budget.leaders) == 1:  # nobody's model is newer; for a spare that joins it waits anew
+        if len(s.budget.leaders) == 1:  # nobody's model is newer; for a spare that joins it waits again
             s.staleness = 0
             s.gave_up = False
             s.returning = False

@@ -107,7 +107,7 @@ class GossipState:
     has_put_off: bool = False  # a send of this update, since there was no memory for it
     waits_since_s: float = math.inf
     sent_again_s: float = math.inf
-    gave_up: bool = False  # waited in vain: goes on without a mix until a model comes
+    gave_up: bool = False  # waited in vain: continues without a mix until a model comes
     returning: bool = False  # it was away, and has taken no peer's model since
     asks_again_s: float = math.inf  # when a rank that takes a place, or waits to heal, asks for a model
     num_asked: int = 0

@@ -62,7 +62,7 @@ class _Edges(NamedTuple):
 
 
 class WeightedGraph:
-    """A directed graph whose weights say how probably a rank chooses each peer, anew in each round.
+    """A directed graph whose weights say how probably a rank chooses each peer, again in each round.
 
     A dead peer's place is taken by one of its own peers, chosen likewise: who is connected stays connected.
     """

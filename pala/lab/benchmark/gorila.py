@@ -58,7 +58,7 @@ def flops_per_step(
 
 def network_us(agent: GorilaAgent, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
     """Return microseconds a step of `forward` (the target network's pass over all minibatches that training has at
-    hand), `backward` (the gradient with the network's own pass, and the weights taken anew) and `optimiser` (a shard of
+    hand), `backward` (the gradient with the network's own pass, and new weights taken) and `optimiser` (a shard of
     all parameters)."""
     gorila = config.gorila
     dqn = agent.dqn

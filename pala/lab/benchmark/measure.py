@@ -75,7 +75,7 @@ def flops_of(network: Network, observation_space: gymnasium.Space) -> tuple[int,
 
 
 class ContinuedEnvs(Envs):
-    """Games that continue from one measurement to the next: to begin 16 Atari games anew takes more than a second.
+    """Games that continue from one measurement to the next: to begin 16 Atari games again takes more than a second.
 
     They can slow their rank down: after each step it then sleeps, for a multiple of its computing time since the last
     sleep.
@@ -111,7 +111,7 @@ class ContinuedEnvs(Envs):
         return [end - begin for begin, end in pairwise(ends)]
 
     def forget_durations(self) -> None:
-        """Begin anew: the time between two measurements is no duration, and nothing to sleep for."""
+        """Begin again: the time between two measurements is no duration, and nothing to sleep for."""
         self._stepped_at_s, self._cpu_s = [], time.process_time()
 
     def close(self) -> None:

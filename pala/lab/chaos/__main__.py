@@ -83,7 +83,7 @@ def ranks_to_shake(run: Path, faults: tuple[FaultName, ...]) -> dict[int, RankPr
     refuse_links(run)
     owner = (run / "run.json").stat().st_uid
     if owner != os.getuid():
-        raise PalaError(f"Run '{run}' is {_user(owner)}'s: only one's own jobs are disturbed.")
+        raise PalaError(f"Run '{run}' is {_user(owner)}'s: only your own jobs are disturbed.")
     segment = record["segments"][-1]
     if segment["status"] != "running":
         raise PalaError(f"Run '{run}' does not train: its 'run.json' says '{segment['status']}'. Start or resume it.")

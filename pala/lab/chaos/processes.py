@@ -65,7 +65,7 @@ class RankProcess:
 class Guard:
     """A process that sends SIGCONT to all that was stopped as soon as this process ends, however it ends.
 
-    SIGKILL to this process would else leave ranks stopped for ever. The guard has a session of its own, which a
+    SIGKILL to this process would else leave ranks stopped forever. The guard has a session of its own, which a
     terminal's signals do not reach."""
 
     def __init__(self) -> None:

@@ -85,7 +85,9 @@ class Watch:
             return
         segments = run_folder.read(self._run)["segments"]
         if len(segments) < self.num_segments:
-            raise PalaError(f"Run folder '{self._run}' was made anew while it was watched: nothing more is done to it.")
+            raise PalaError(
+                f"Run folder '{self._run}' was made again while it was watched: nothing more is done to it."
+            )
         self._changed_ns = changed_ns
         self.segment = segments[self.num_segments - 1]
         self._history.status = self.segment["status"]

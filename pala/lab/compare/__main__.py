@@ -135,7 +135,7 @@ def _check_conditions(plan: Plan, results: Path) -> None:
         if variants[name].get("launcher", launcher) != preset.variants[name].get("launcher", preset.launcher)
     ]
     if preset.undisturbed and before.get("undisturbed") is False:
-        fault = "other work ran beside its runs ('undisturbed = false'), so their times are not for a report"
+        fault = "other work ran during its runs ('undisturbed = false'), so their times are not for a report"
     elif changed:
         fault = f"runs of {', '.join(sorted(changed))} had another 'launcher'"
     else:
@@ -203,7 +203,7 @@ def _report(plan: Plan, added: list[Path], results: Path) -> None:
 
 def _stop(number: int, frame: object) -> NoReturn:
     """Exit: the job that runs gets a minute to write its checkpoint (`run_job`); a second signal kills it."""
-    log("Stopping; a job that runs writes its checkpoint. The same command goes on later.")
+    log("Stopping; a job that runs writes its checkpoint. The same command continues later.")
     sys.exit(128 + number)
 
 
@@ -215,7 +215,7 @@ def main() -> None:
     command = read_command(_PROGRAM, sys.argv[1:], Command())
     failures = compare(command)
     if failures:
-        again = "Submit again: they go on." if command.gather else "The same command tries again."
+        again = "Submit again: they continue." if command.gather else "The same command tries again."
         log(f"pala: failed: {'; '.join(map(str, failures))}. {again}")
     sys.exit(1 if failures else 0)
 

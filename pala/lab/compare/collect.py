@@ -171,7 +171,7 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
     return Cell(f"{variant} ({', '.join(phrases)})" if phrases else variant, game, ranks)
 
 
-_BESIDE = ("network.precision", "total_steps")  # a plan may take any precision; a run with more steps goes on
+_BESIDE = ("network.precision", "total_steps")  # a plan may take any precision; a run with more steps continues
 
 
 # ---- what a run is, and lacks ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pala.system.output import print_result
 from pala.system.text import duration, short_number
 
 _PATIENCE_S = 60.0  # for a job to write its checkpoints and end, after SIGUSR1
-_VERBS = {"train": "starts", "resume": "goes on", "evaluate": "is evaluated"}
+_VERBS = {"train": "starts", "resume": "continues", "evaluate": "is evaluated"}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _rest_of(planned: Planned, made: Made) -> Task | None:
         if key == "ranks":
             raise WrongRanksError(
                 f"Run '{folder}' last ran with {found} ranks, not {asked}, as where hosts fail; move it away to "
-                "make it anew."
+                "make it again."
             )
         raise PalaError(
             f"Run '{folder}' was made with '{key}' {found!r}, but the comparison now asks for {asked!r}. Put the "
@@ -152,7 +152,7 @@ def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
 def nothing_missing(results: Path) -> str:
     """Return what to say if there is no task."""
     return (
-        f"Nothing is missing: all runs that were asked for are complete, here or in '{results}'. To make them anew, "
+        f"Nothing is missing: all runs that were asked for are complete, here or in '{results}'. To make them again, "
         "give the results another folder, as in `--output results/mine`, and move those in `runs/` away; "
         "`--report-only` makes the report of those that are there."
     )
@@ -225,7 +225,7 @@ class Executor:
     def _became(self, task: Task) -> str:
         try:
             run = load(task.run.folder, self._plan)
-        except PalaError as error:  # the report will say so again; the other runs go on
+        except PalaError as error:  # the report will say so again; the other runs continue
             return str(error)
         speed = f", {run.steps_per_s:,.0f} steps/s" if run.steps_per_s else ""
         score, what = (run.training_score, "in training") if run.score is None else (run.score, "evaluated")

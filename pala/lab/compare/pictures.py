@@ -228,7 +228,7 @@ def _draw_speeds(
     counts = sorted({ranks for of in lines.values() for ranks in of})
     for variant, of in lines.items():
         look = line_look(comparison.looks[variant])
-        name = f"{variant}\n(waits for nobody: upper bound)" if comparison.is_independent(game, variant) else variant
+        name = f"{variant}\n(waits for no rank: upper bound)" if comparison.is_independent(game, variant) else variant
         speed.plot(list(of), list(of.values()), label=name, **look)
         efficiency.plot(list(of), list(efficiencies(of).values()), label=name, **look)
     ideal = max(of[min(of)] / min(of) for of in lines.values())

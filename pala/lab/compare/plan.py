@@ -113,7 +113,7 @@ class Plan:
         self.source = f"Preset '{path}'"
         self.file = presets.find(path, "compare")
         self.preset = build(Preset, presets.read(self.file), self.source)
-        self.text = self.file.read_bytes()  # as it was compared: the file may be changed while runs go on
+        self.text = self.file.read_bytes()  # as it was compared: the file may be changed while runs continue
         self._check()
         self._games = {name: load_preset(preset) for name, preset in self.preset.games.items()}
         self._game_of = {config.env.id: name for name, config in self._games.items()}

@@ -146,7 +146,7 @@ class VectorModels(Models):
         self._become(model)
         age_s = self._network.now - self.inbox_from_s
         begin_s, end_s = self._stopped
-        if self._network.now >= end_s > begin_s:  # the first since it goes on
+        if self._network.now >= end_s > begin_s:  # the first since it continues
             age_s -= (end_s - begin_s) if self._keeps_own() else 0.0
             self._stopped = 0.0, 0.0
         self.oldest_mixed_s = max(self.oldest_mixed_s, age_s)

@@ -79,7 +79,7 @@ class VirtualCluster(VirtualNetwork):
         self.violations: list[str] = []  # of the process lock, the staleness bound, or of what may heal
         self.all_well_from_s = float("inf")  # from then on no patience should have to end
         self.budget_met_s = self.budget_known_s = float("inf")  # in truth; by the first rank
-        self.ended_s = 0.0  # when a rank last ended training: `run` goes on until the last timer has rung
+        self.ended_s = 0.0  # when a rank last ended training: `run` continues until the last timer has rung
         self.models_lost = False  # a rank was killed that had the last model of use
         self.last_gone_s = 0.0  # when a rank last died, or went: a spare that is told to leave first takes its place
         self.unseen_steps: list[int] = []  # when the budget was met, steps that each rank did not know of
@@ -126,7 +126,7 @@ class VirtualCluster(VirtualNetwork):
 
     @property
     def stuck(self) -> list[int]:
-        """Ranks that neither ended nor died after `run`. They wait for ever: a deadlock."""
+        """Ranks that neither ended nor died after `run`. They wait forever: a deadlock."""
         return [rank.number for rank in self.living if not rank.ended]
 
     @property

@@ -22,7 +22,7 @@ class OnItsWay(NamedTuple):
     sender: int
     receiver: int
     packet: Packet
-    data: Any  # what it holds: a packet is filled anew for others once it has left
+    data: Any  # what it holds: a packet is filled again for others once it has left
     bulk: bool
     time_s: float  # when it was sent
 
@@ -75,10 +75,10 @@ class VirtualNetwork:
     # ---- what whoever uses it may add to -------------------------------------------------------------------------
 
     def sent(self, rank: int) -> None:
-        """Take note that a bulk packet of this rank has left: it may be filled anew."""
+        """Take note that a bulk packet of this rank has left: it may be filled again."""
 
     def overwritten(self, on_its_way: OnItsWay) -> None:
-        """Take note that its sender filled it anew while it was on its way: real bytes would have been torn."""
+        """Take note that its sender filled it again while it was on its way: real bytes would have been torn."""
 
     def heard(self, rank: int) -> None:
         """Take note that something has been told to this rank."""
