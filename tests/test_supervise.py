@@ -184,7 +184,7 @@ def test_after_a_signal_in_the_evaluation_a_job_that_goes_on_later_is_not_done(
         told_to_end(Scripted(options, []))
     assert Scripted(options, [told_to_end]).supervise() == status
     said = capsys.readouterr().err
-    assert ("but for what follows training: the same command" in said) == (status != 0)
+    assert ("except what follows training: the same command" in said) == (status != 0)
     assert ("is complete, except its evaluation: try" in said) == (status == 0)
 
 
