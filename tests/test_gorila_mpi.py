@@ -175,16 +175,16 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
 ) -> None:
     """Resumed runs whose budget is met already end with what they began with."""
     # The target is never copied: it is another vector than the parameters at whatever version the signal comes.
-    options = ["--gorila.num-shards", "2", "--gorila.save-replay", "--gorila.target-period-updates", "100000000"]
+    options = ["--gorila.num-shards", "2", "--gorila.target-period-updates", "100000000"]
     job, run = standing.start_train(2, *TRAIN, *options, *ENDLESS, cwd=tmp_path), tmp_path / "runs/r"
     wait_for(lambda: all_learn(run, 2), what="learning")
     os.kill(job.pids[1], signal.SIGUSR1)
     done = job.wait()
     assert "checkpoint written to" in done.output, done.output
     stopped = states_of(run, 2)
-    begin, held = assemble(stopped), [intervals(run, rank)[-1]["replay_transitions"] for rank in range(2)]
+    begin = assemble(stopped)
     made = sum(state.counters["local_steps"] for state in stopped)
-    assert begin.version > 20 and not begin.parameters.equal(begin.target) and min(held) > 100
+    assert begin.version > 20 and not begin.parameters.equal(begin.target)
 
     def resume(ranks: int, steps: int, *arguments: str) -> Ended:
         done = standing.train(ranks, "--resume", str(run), "--total-steps", str(steps), *arguments, cwd=tmp_path)
@@ -195,12 +195,10 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
     done = resume(2, made)
     assert all(map(torch.equal, assemble(states_of(run, 2))[:3], begin[:3]))
     assert assemble(states_of(run, 2)).version == begin.version
-    assert [intervals(run, rank)[-1]["replay_transitions"] for rank in range(2)] == held
-    assert "No replay" not in done.output
+    assert "it is filled again before learning continues" in done.output
 
     done = resume(3, made, "--gorila.num-shards", "3")
     assert "had 2 ranks and now has 3: the shards' parameters are shared out again" in done.output
-    assert "The replay that was saved is not used, and deleted (its ranks or roles are not" in done.output
     resumed = states_of(run, 3)
     assert [state.counters["gorila"]["num_shards"] for state in resumed] == [3] * 3
     assert all(map(torch.equal, assemble(resumed)[:3], begin[:3]))

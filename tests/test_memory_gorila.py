@@ -18,7 +18,6 @@ from pala.gorila import agent
 from pala.gorila.agent import GorilaAgent
 from pala.gorila.roles import assign
 from pala.gorila.shard import assemble
-from pala.gorila.store import ReplayStore
 from pala.job.rank import run_rank
 from pala.job.request import Request, Result
 from pala.run.hooks import Callbacks, Moment, UserCode
@@ -30,7 +29,7 @@ from pala.testing.faults import (
     signal_at,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
-from support.helpers import slow_among, slow_but_for
+from support.helpers import slow_among
 from support.memory_jobs import (
     ENDLESS,
     GORILA,
@@ -94,46 +93,14 @@ def test_the_death_of_a_shard_ends_gorila_with_a_sentence(ranks: int, config: Go
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_stops_gorila_and_its_replay_is_kept(tmp_path: Path) -> None:
-    config = replace(GORILA, save_replay=True)
-    trained = train(3, gorila(tmp_path, config, ENDLESS), [signal_at(2, update=10)])
+def test_a_signal_to_one_rank_stops_gorila_which_is_resumed(tmp_path: Path) -> None:
+    trained = train(3, gorila(tmp_path, GORILA, ENDLESS), [signal_at(2, update=10)])
     assert {result.status for result in trained.results} == {"stopped"}
     begin, made = assemble(trained.states()), trained.results[0].global_steps
     resumed = trained.resume(3, made + 200)
     assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
     assert assemble(resumed.states(first=True)).parameters.equal(begin.parameters)
     assert assemble(resumed.states()).version > begin.version
-    assert len(list((resumed.run / "checkpoints/segment-001").glob("*.replay"))) == 3
-    assert not list((resumed.run / "checkpoints/segment-000").glob("*.replay"))
-
-
-def test_a_replay_that_was_played_with_other_settings_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    loaded, load = [], ReplayStore.load
-    monkeypatch.setattr(ReplayStore, "load", lambda store, prefix: (loaded.append(prefix), load(store, prefix)))
-    trained = train(2, gorila(tmp_path, replace(GORILA, save_replay=True)))
-    trained = trained.resume(2, 600)
-    assert trained.ended_well() and len(loaded) == 2
-    env = replace(trained.config.env, clip_rewards="sign", wrappers=("FlattenObservation",))
-    assert train(2, replace(trained.config, total_steps=800, env=env), resume=trained.run).ended_well()
-    why = "(it was played with another 'env.wrappers', 'env.clip_rewards'): it is filled again"
-    assert why in capsys.readouterr().err and len(loaded) == 2
-
-
-@pytest.mark.slow
-def test_a_replay_that_cannot_be_removed_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = train(1, gorila(tmp_path, replace(GORILA, num_shards=1, save_replay=True)))
-    unlink = Path.unlink
-
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        if path.suffix == ".replay":
-            raise PermissionError(path)
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    assert trained.resume(1, 600).ended_well()
-    assert list(trained.run.glob("checkpoints/segment-000/*.replay"))
 
 
 def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +145,9 @@ def test_a_resume_that_cannot_learn_says_so(tmp_path: Path, capsys: pytest.Captu
     made = trained.results[0].global_steps
     config = replace(trained.config, gorila=replace(GORILA, min_replay_steps=300), total_steps=made + 100)
     assert train(2, config, resume=trained.run).ended_well()
-    assert "100 steps are left, and learning begins again after" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "it is filled again before learning continues" in said
+    assert "100 steps are left, and learning begins again after" in said
 
 
 def test_ranks_that_do_not_act_keep_no_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,19 +186,6 @@ def test_a_replay_with_no_room_for_every_environment_is_refused(tmp_path: Path) 
         assert isinstance(error, PalaError)
         assert "'gorila.replay_capacity_steps' is 7, less than a step of each environment of 2 actors" in str(error)
         assert "raise it to 8 at least" in str(error)
-
-
-@pytest.mark.parametrize("before", slow_but_for([SEPARATE, GORILA], GORILA))
-@pytest.mark.slow
-def test_a_replay_of_ranks_with_other_roles_is_not_used(
-    before: GorilaConfig, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    now = GORILA if before is SEPARATE else SEPARATE
-    trained = train(6, gorila(tmp_path, replace(before, save_replay=True)))
-    steps = trained.results[0].global_steps + 200
-    config = replace(trained.config, total_steps=steps, gorila=replace(now, save_replay=True))
-    assert train(6, config, resume=trained.run).ended_well()
-    assert "not used, and deleted (its ranks or roles are not this job's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("period", "is_said"), [(10, False), (11, True)])

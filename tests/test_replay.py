@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from gymnasium.spaces import Box
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pala.config import EnvConfig
@@ -219,113 +217,3 @@ def test_a_million_atari_frames_fit_in_8_gib():
 def test_a_capacity_that_cannot_be_is_one_sentence(capacity, words):
     with pytest.raises(PalaError, match=words):
         Replay(capacity, 4, Box(0, 255, (4, 84, 84), np.uint8), frame_stack=4)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("steps", [0, 5, 30])
-@pytest.mark.parametrize("kind", [FRAMES, VECTORS])
-@pytest.mark.slow
-def test_a_memory_goes_on_after_it_was_saved(tmp_path, steps, kind, monkeypatch):
-    """A file in many small pieces; the games after it are new ones, also when the ring was full and is overwritten."""
-    monkeypatch.setattr("pala.gorila.replay._SLAB_BYTES", 50)
-    frame_stack = 4 if kind is FRAMES else 1
-    game, history = planted(2, 12, frame_stack, kind)
-    for step in range(steps):
-        play(game, history, ["limit" if step % 7 == 6 else "on", "over" if step % 5 == 4 else "on"])
-    history.replay.save(tmp_path / "replay")
-
-    restored = Replay(24, 2, game.space, frame_stack)
-    restored.begin(reset_frames(game.reset(), frame_stack))  # goes with whatever else the memory has
-    restored.load(tmp_path / "replay")
-    history.replay, rng = restored, np.random.default_rng(0)
-    history.check(rng)
-    with pytest.raises(AssertionError, match="begin"):
-        restored.add(experience_of(np.zeros(2, np.int64), game.step(["on", "on"]), frame_stack))
-    history.begin(game.reset())
-    for _ in range(16):
-        play(game, history, ["on", "life"])
-        history.check(rng)
-
-
-def test_only_what_is_filled_is_written(tmp_path):
-    game = Game(2, 4, FRAMES)
-    replay = Replay(20_000, 2, game.space, 4)
-    replay.begin(reset_frames(game.reset(), 4))
-    replay.add(experience_of(np.zeros(2, np.int64), game.step(["on", "on"]), 4))
-    replay.save(tmp_path / "replay")
-    assert (tmp_path / "replay").stat().st_size < 500 < replay.memory_bytes
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    game, history = planted(num_envs=2, rows_per_env=5, frame_stack=4)
-    for _ in range(8):
-        play(game, history, ["on", "limit"])
-    path = tmp_path_factory.mktemp("saved") / "replay"
-    history.replay.save(path)
-    return path
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(st.data())
-@pytest.mark.slow
-def test_a_damaged_file_is_refused_and_leaves_an_empty_memory(saved, tmp_path, data):
-    whole = saved.read_bytes()
-    at = data.draw(st.integers(0, len(whole) - 1))
-    flipped = whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :]
-    damaged = data.draw(st.sampled_from([flipped, whole[:at], whole + whole[at:], flipped[:at]]))
-    (tmp_path / "replay").write_bytes(damaged)
-    game = Game(2, 4, FRAMES)
-    history = History(Replay(10, 2, game.space, 4), 2, 10, 4)
-    with pytest.raises(PalaError):
-        history.replay.load(tmp_path / "replay")
-    history.begin(game.reset())
-    play(game, history, ["on", "over"])
-    history.check(np.random.default_rng(0))
-
-
-@pytest.mark.parametrize("what", ["heads", "too new", "too old", "actions"])
-def test_a_file_with_a_right_checksum_is_not_believed(what, saved, tmp_path):
-    """`_draw` would find no transition forever, or rows that are not there."""
-    replay = Replay(10, 2, Box(0, 100, (4, 2, 2), np.uint8), 4)
-    replay.load(saved)
-    if what == "heads":
-        replay._heads[1] = -10
-    elif what == "actions":
-        replay._actions[0, 0] = -1
-    else:
-        past = 0 if what == "too new" else replay._rows + 1
-        replay._is_transition[0, (replay._heads[0] - past) % replay._ring_rows] = True
-    replay.save(tmp_path / "replay")
-    with pytest.raises(PalaError, match="its rows are no replay's"):
-        Replay(10, 2, Box(0, 100, (4, 2, 2), np.uint8), 4).load(tmp_path / "replay")
-
-
-def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "replay")
-    with pytest.raises(PalaError, match="cannot be read"):
-        Replay(10, 2, Box(0, 255, (3,), np.float32)).load(tmp_path / "replay")
-
-
-@pytest.mark.parametrize(
-    ("capacity", "num_envs", "shape", "dtype", "frame_stack"),
-    [
-        (12, 2, (4, 2, 2), np.uint8, 4),
-        (10, 1, (4, 2, 2), np.uint8, 4),
-        (10, 2, (4, 1, 4), np.uint8, 4),
-        (10, 2, (4, 2, 2), np.uint8, 1),
-        (10, 2, (4, 2, 2), np.int8, 4),
-    ],
-)
-def test_a_file_of_another_memory_is_refused(saved, capacity, num_envs, shape, dtype, frame_stack):
-    replay = Replay(capacity, num_envs, Box(0, 100, shape, dtype), frame_stack)
-    with pytest.raises(PalaError, match="is of 2 environments x 5 transitions of uint8") as caught:
-        replay.load(saved)
-    assert f"this run's of {num_envs} environments x {capacity // num_envs} " in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_one_sentence(tmp_path):
-    with pytest.raises(PalaError, match="No such file"):
-        Replay(10, 2, Box(0, 255, (3,), np.float32)).load(tmp_path / "replay")

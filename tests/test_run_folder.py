@@ -193,16 +193,14 @@ def test_a_file_system_without_locks_is_said_once(code: int, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_without_locks_a_job_that_was_stopped_is_over_when_all_is_saved(
+def test_a_job_that_was_stopped_is_over_with_and_without_locks(
     has_locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A supervisor would end it while it saves its replay."""
     record = run_folder.RunRecord.begin(tmp_path, Config(), {})
-    record.end("stopped")
     if not has_locks:
         monkeypatch.setattr(fcntl, "flock", no_locks)
-    assert run_folder.is_over(tmp_path, 0) == has_locks
-    record.note(saved=True)
+    assert not run_folder.is_over(tmp_path, 0)
+    record.end("stopped")
     assert run_folder.is_over(tmp_path, 0) and not run_folder.is_over(tmp_path, 1)
 
 
@@ -367,7 +365,7 @@ def test_a_run_of_before_keeps_the_defaults_of_then(tmp_path: Path) -> None:
         return run_folder.config_of(tmp_path, {"config": table})
 
     gone = {"learning_rate_scaling": "none", "learning_rate_most_scaling": 4.0}
-    then = config_of({"a2c": {"learning_rate": 1e-3} | gone})
+    then = config_of({"a2c": {"learning_rate": 1e-3} | gone, "gorila": {"save_replay": True}})
     assert (then.a2c.momentum, then.a2c.rmsprop_bias_correction, then.exchange.mixing) == (0.0, False, "uniform")
     assert then.network.precision == "float32" and then.a2c.learning_rate == 1e-3
     now = Config()
@@ -378,6 +376,7 @@ def test_a_run_with_settings_that_are_gone_is_evaluated_and_not_resumed(tmp_path
     segment = {"started": "", "status": "completed", "git_commit": "816108e3"}
     record: dict[str, Any] = {"completed": True, "config": to_table(Config()), "segments": [segment]}
     record["config"]["exchange"]["exchanges_per_update"] = 1
+    record["config"]["gorila"]["save_replay"] = True
     write_json(tmp_path / "run.json", record)
     run_folder.check_trains_as_before(tmp_path)
     record["config"]["exchange"] |= {"exchanges_per_update": 4, "kind": "allreduce"}

@@ -130,44 +130,6 @@ def test_of_a_dead_actor_the_replay_stays():
     assert all(len(array) == 200 for array in batch)
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("min_steps", [5, 50])
-def test_a_store_goes_on_after_it_was_saved(tmp_path, min_steps):
-    def new() -> ReplayStore:
-        return make_store((4, 11), min_steps=min_steps, update_period_steps=4, minibatch_size=1000)
-
-    store = new()
-    play(store, 4, 3)
-    play(store, 11, 5)
-    store.save(tmp_path / "rank-0002")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "rank-0002-actor-0004.replay", "rank-0002-actor-0011.replay"
-    ]  # fmt: skip
-    restored = new()
-    restored.load(tmp_path / "rank-0002")
-    assert (len(restored), restored.owed) == (24, 0)
-    for actor in (4, 11):
-        with pytest.raises(AssertionError, match="begin"):
-            play(restored, actor)
-        restored.begin(actor, np.zeros((NUM_ENVS, 1), np.uint8))
-    played = 0
-    restored.ask(0)
-    while not restored.owed:
-        assert serve(restored) == []
-        play(restored, 4)
-        played += NUM_ENVS
-    assert played == {5: 6, 50: 30}[min_steps]  # 4 steps for the first; or as many as were missing, and 4
-    ((_, batch),) = restored.serve()
-    assert set(batch.rewards // 1000) == {4, 11}
-
-
-def test_a_file_that_is_missing_is_one_sentence(tmp_path):
-    with pytest.raises(PalaError, match=r"rank-0002-actor-0000\.replay' cannot be read"):
-        make_store().load(tmp_path / "rank-0002")
-
-
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -187,14 +149,3 @@ def test_the_capacity_that_is_named_fits(available_bytes):
     fitting = int(re.search(r"to about ([\d,]+),", str(caught.value))[1].replace(",", ""))
     check_memory(reserved_bytes(fitting), available_bytes, fitting)
     assert 0.85 * available_bytes < reserved_bytes(fitting)
-
-
-def test_a_store_is_saved_when_all_its_files_are(tmp_path):
-    store = make_store(actors=(0, 3))
-    play(store, 0)
-    play(store, 3)
-    assert not store.is_saved(tmp_path / "rank-0002")
-    store.save(tmp_path / "rank-0002")
-    assert store.is_saved(tmp_path / "rank-0002")
-    next(tmp_path.glob("*-0003.replay")).unlink()
-    assert not store.is_saved(tmp_path / "rank-0002")

@@ -227,10 +227,8 @@ class GorilaConfig:
     """Steps that the replay holds over all ranks, 7 KB each for Atari; the oldest are overwritten [DQN: 1 M; Gorila:
     1 M a bundle]. Over all ranks is ours: more ranks on a host need no more memory."""
     min_replay_steps: int = setting(50_000, between=(1, 1e12))
-    """Steps over all ranks before learning begins [DQN]; each replay waits for its own share of them."""
-    save_replay: bool = False
-    """Write the replay, too, when the run ends or is stopped. Without that, as after a job that died, a resumed run
-    fills it again before it learns on. Ours."""
+    """Steps over all ranks before learning begins [DQN], also after a resume. Each replay waits for its own share of
+    them."""
     minibatch_size: int = setting(32, between=(1, 1e6))
     """Transitions sampled for one gradient [DQN]."""
     update_period_steps: int = setting(4, between=(1, 1e9))

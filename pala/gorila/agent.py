@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from pala.comm.agreement import collectively, from_first, sum_on_host
 from pala.comm.base import Communicator
-from pala.config import ENV_OPERATION, Config, EnvConfig
+from pala.config import Config
 from pala.envs.vector import AtariEnvs, Envs
 from pala.exchange.budget import budget_of
 from pala.gorila.dqn import DQN, LossFilter
@@ -32,7 +31,7 @@ from pala.networks.own import MakeNetwork
 from pala.run import checkpoint
 from pala.run.agent import Agent, device_and_precision
 from pala.run.run import Run
-from pala.system.errors import PalaError, reason
+from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.output import log
 from pala.system.resources import available_memory_bytes
@@ -41,8 +40,6 @@ from pala.system.text import counted
 
 if TYPE_CHECKING:
     from pala.run.saved import Saved
-
-_SAVE_REPLAY_S = 3600.0
 
 
 @dataclass
@@ -73,13 +70,14 @@ class GorilaAgent(Agent[GorilaExchange]):
             old, dqn = saved.own.counters["gorila"]["filter"], self.dqn
             limits = {"deviations": dqn.filter.deviations, "horizon": dqn.filter.horizon}  # they may have changed
             dqn.filter = LossFilter(**old | limits)
-        has_replay = self._restore_replay(comm, saved)
         gorila, left = self.config.gorila, self.config.total_steps - joint["base_steps"]
-        if comm.rank == 0 and not has_replay and 0 < left < gorila.min_replay_steps + gorila.update_period_steps:
-            log(
-                f"{left:,} steps are left, and learning begins again after 'gorila.min_replay_steps' "
-                f"({gorila.min_replay_steps:,}): nothing more will be learned. Raise 'total_steps' to learn more."
-            )
+        if comm.rank == 0:
+            log("The replay is never saved: it is filled again before learning continues.")
+            if 0 < left < gorila.min_replay_steps + gorila.update_period_steps:
+                log(
+                    f"{left:,} steps are left, and learning begins again after 'gorila.min_replay_steps' "
+                    f"({gorila.min_replay_steps:,}): nothing more will be learned. Raise 'total_steps' to learn more."
+                )
         return saved.own.counters if saved.own is not None else joint
 
     def _restore_shards(self, comm: Communicator, saved: Saved) -> dict[str, Any]:
@@ -99,29 +97,6 @@ class GorilaAgent(Agent[GorilaExchange]):
         joint, self.dqn.version = from_first(comm, read)
         self.share(comm)
         return joint
-
-    def _restore_replay(self, comm: Communicator, saved: Saved) -> bool:
-        """Load the replay if it was saved and the job has its old ranks; return whether it is there. Collective."""
-        prefix = self._replay_prefix(saved.segment)
-        found = self.store is None or self.store.is_saved(prefix)
-        changed, is_wanted = _changed(saved.config.env, self.config.env), self.config.gorila.save_replay
-        same_ranks = saved.own is not None and self._shares_replay_as(assign(saved.config.gorila, comm.size))
-        if all(comm.allgather(found)) and same_ranks and is_wanted and not changed:
-            collectively(comm, lambda: self.store.load(prefix) if self.store is not None else None)
-            return True
-        if self.rank == 0:
-            what = "No replay was saved to continue with"
-            if any(saved.segment.glob("*.replay")):
-                why = "its ranks or roles are not this job's, or a file is missing"
-                why = f"it was played with another {', '.join(changed)}" if changed else why
-                why = why if is_wanted else "'gorila.save_replay' is off"
-                what = f"The replay that was saved is not used, and deleted ({why})"
-            log(f"{what}: it is filled again before learning continues.")
-        return False
-
-    def _shares_replay_as(self, before: Roles) -> bool:
-        now = self.rules.roles
-        return (before.replays, before.actors) == (now.replays, now.actors)
 
     def state(self, exchange: GorilaExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         index, dqn = self._shard_index, self.dqn
@@ -148,38 +123,12 @@ class GorilaAgent(Agent[GorilaExchange]):
             )
 
     def before_training(self, previous: Path | None) -> None:
-        """Warn of settings, and after a resume draw minibatches again and delete the replay of the segment before.
-
-        From now on a resume begins with the new segment. A file that cannot be removed only takes room.
-        """
+        """Warn of settings, and after a resume draw minibatches by another stream."""
         if self.rank == 0:
             _warn_of_staleness(self.config, self.rules.roles)
             _warn_of_first_target(self.config)
-        if self.rank == 0 and previous is not None:
-            for file in previous.glob("*.replay"):
-                with suppress(OSError):
-                    file.unlink()
         if self.store is not None and previous is not None:  # else it would draw what it drew before
             self.store.reseed(stream(self.config.seed, self.rank, f"replay after {previous.name}"))
-
-    def after_training(self, comm: Communicator, segment: Path) -> None:
-        """Save the replay, and wait for ranks with a slower disk; a signal does not hurry it. Collective.
-
-        Raises EndError when the others have not saved theirs after an hour.
-        """
-        if not self.config.gorila.save_replay:
-            return
-        if self.store is not None:
-            try:
-                self.store.save(self._replay_prefix(segment))
-            except OSError as error:
-                log(
-                    f"[rank {self.rank}] the replay cannot be saved: {reason(error)}. A resumed run will fill it again."
-                )
-        comm.with_survivors(lambda living: None, _SAVE_REPLAY_S, Interrupt())
-
-    def _replay_prefix(self, segment: Path) -> Path:
-        return segment / f"rank-{self.rank:04d}"
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -270,12 +219,6 @@ def _find_roles(comm: Communicator, config: Config, sleeping: SleepingGorila | N
         members = sleeping.members
         return members.rank, assign(config.gorila, members.budget.size - spares, spares)
     return comm.rank, collectively(comm, lambda: assign(config.gorila, comm.size, spares))
-
-
-def _changed(before: EnvConfig, now: EnvConfig) -> list[str]:
-    """Return the settings that differ and may change what a transition means."""
-    then = asdict(before)
-    return [f"'env.{key}'" for key in then if key not in ENV_OPERATION and then[key] != getattr(now, key)]
 
 
 def _warn_of_staleness(config: Config, roles: Roles) -> None:

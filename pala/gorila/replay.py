@@ -10,14 +10,11 @@ So a transition is one row, and the two stacks are cut out of the ring when it i
     transition      yes   yes   yes   no    no yet
 
 A row from which no step was made is a *gap*, which is never sampled but takes a row of the capacity: the last
-observation at a time limit, and the last before new games began (after a resume).
+observation at a time limit, and the last before new games began.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import gymnasium
@@ -25,11 +22,6 @@ import numpy as np
 
 from pala.envs.vector import Step
 from pala.system.errors import PalaError
-from pala.system.files import open_atomically, open_to_read
-
-_FILE = "PALA replay memory 1"  # the number is the format's
-_LEAVE_OUT = "`--gorila.no-save-replay` leaves it out, and the replay is filled again."
-_SLAB_BYTES = 16 << 20  # of one read or write
 
 
 class Experience(NamedTuple):
@@ -120,10 +112,6 @@ class Replay:
                 f"A replay memory of {capacity} transitions is too small for {num_envs} environments: "
                 "each needs at least one."
             )
-        self._file_header = (
-            f"{_FILE}: {num_envs} environments x {self._rows} transitions of {dtype} {list(shape)} "
-            f"in stacks of {frame_stack}\n"
-        )
         self._stack = frame_stack
         self._observation_shape = shape
         self._envs = np.arange(num_envs)
@@ -158,7 +146,7 @@ class Replay:
         return self._heads.nbytes + sum(ring.nbytes for ring in self._rings())
 
     def begin(self, frames: np.ndarray) -> None:
-        """Take the frames [B, *frame] of a reset of all environments: before the first `add`, and after `load`."""
+        """Take the frames [B, *frame] of a reset of all environments: before the first `add`."""
         self._advance(self._envs)  # what was the newest row becomes a gap
         self._place(self._envs, frames, np.ones(len(self._envs), bool))
         self._missing[:] = 0
@@ -201,35 +189,6 @@ class Replay:
             terminated=self._terminated[envs, rows],
         )
 
-    def save(self, path: Path) -> None:
-        """Write the rows that are filled, atomically. Raises OSError.
-
-        A file of our own, since what holds gigabytes must not be copied as a whole: a line of text, the arrays' bytes,
-        and their CRC.
-        """
-        crc = 0
-        with open_atomically(path) as file:
-            file.write(self._file_header.encode())
-            for slab in self._slabs():
-                data = slab.tobytes()
-                crc = zlib.crc32(data, crc)
-                file.write(data)
-            file.write(crc.to_bytes(4, "little"))
-
-    def load(self, path: Path) -> None:
-        """Take what `save` wrote instead of what is here; `begin` must follow, since environments begin new games.
-
-        Raises PalaError if the file cannot be read or is of another memory than this one; then the memory is empty.
-        """
-        try:
-            self._read(path)
-        except BaseException:
-            self._is_transition[:] = False
-            self._heads[:] = -1
-            raise
-        finally:
-            self._begun = False
-
     def _advance(self, envs: np.ndarray) -> None:
         """Begin a row in the rings of `envs`; the oldest transition goes."""
         self._heads[envs] += 1
@@ -264,51 +223,3 @@ class Replay:
 
     def _rings(self) -> list[np.ndarray]:
         return [self._frames, self._past_frames, self._is_transition, self._actions, self._rewards, self._terminated]
-
-    def _slabs(self) -> Iterator[np.ndarray]:
-        """Yield views of all that is filled. The heads come first and say how much that is."""
-        yield self._heads
-        filled = min(max(int(self._heads.max()) + 1, 0), self._ring_rows)
-        for ring in self._rings():
-            rows = max(_SLAB_BYTES // ring[:, 0].nbytes, 1)
-            for start in range(0, filled, rows):
-                yield ring[:, start : min(start + rows, filled)]
-
-    def _read(self, path: Path) -> None:
-        crc = 0
-        try:
-            with open_to_read(path) as file:
-                header = file.readline(1000).decode(errors="replace")
-                if header != self._file_header:
-                    raise self._refusal(path, header)
-                for slab in self._slabs():
-                    data = file.read(slab.nbytes)
-                    if len(data) < slab.nbytes:
-                        raise PalaError(f"Replay memory '{path}' is damaged: it ends too early. {_LEAVE_OUT}")
-                    crc = zlib.crc32(data, crc)
-                    slab[:] = np.frombuffer(data, slab.dtype).reshape(slab.shape)
-                if file.read(5) != crc.to_bytes(4, "little"):
-                    raise PalaError(f"Replay memory '{path}' is damaged: its checksum does not fit. {_LEAVE_OUT}")
-            if not self._can_be_drawn_from():
-                raise PalaError(f"Replay memory '{path}' is damaged: its rows are no replay's. {_LEAVE_OUT}")
-        except OSError as error:
-            raise PalaError(f"Replay memory '{path}' cannot be read ({error}).") from None
-
-    def _can_be_drawn_from(self) -> bool:
-        """Tell whether `_draw` ends: each transition is one of the newest rows. A file may come from elsewhere."""
-        if (self._heads < -1).any() or (self._heads > 1 << 53).any() or (self._actions < 0).any():
-            return False
-        back = np.arange(self._rows)
-        drawn = np.zeros_like(self._is_transition)
-        rows = (self._heads[:, None] - 1 - back) % self._ring_rows
-        drawn[self._envs[:, None], rows] = back < self._heads[:, None]
-        return not (self._is_transition & ~drawn).any()
-
-    def _refusal(self, path: Path, header: str) -> PalaError:
-        if not header.startswith(f"{_FILE}: "):
-            return PalaError(f"'{path}' is damaged, or no replay memory that this version of PALA reads. {_LEAVE_OUT}")
-        theirs, ours = (text.removeprefix(f"{_FILE}: ").strip() for text in (header, self._file_header))
-        return PalaError(
-            f"Replay memory '{path}' is of {theirs}, this run's of {ours}: resume with the settings it was made with. "
-            f"{_LEAVE_OUT}"
-        )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import platform
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -58,7 +57,7 @@ class ReplayStore:
         return max(self.steps - self._min_steps, 0) // self._update_period_steps - self._served
 
     def begin(self, actor: int, frames: np.ndarray) -> None:
-        """Take the frames of a reset of this actor's environments: before its first `add`, and after `load`."""
+        """Take the frames of a reset of this actor's environments: before its first `add`."""
         self._replays[actor].begin(frames)
 
     def add(self, actor: int, experience: Experience) -> None:
@@ -98,25 +97,6 @@ class ReplayStore:
         """Draw minibatches from this stream from now on."""
         self.rng = rng
 
-    def save(self, prefix: Path) -> None:
-        """Write PREFIX-actor-NNNN.replay for each actor, each file atomically. Raises OSError."""
-        for actor, replay in self._replays.items():
-            replay.save(_path(prefix, actor))
-
-    def is_saved(self, prefix: Path) -> bool:
-        """Tell whether there is a file of each actor."""
-        return all(_path(prefix, actor).exists() for actor in self._replays)
-
-    def load(self, prefix: Path) -> None:
-        """Take what `save` wrote; `begin` must follow for each actor. What is loaded pays for no minibatch.
-
-        Raises PalaError if a file cannot be read or is of another memory.
-        """
-        for actor, replay in self._replays.items():
-            replay.load(_path(prefix, actor))
-        self.steps, self._served = len(self), 0
-        self._min_steps = max(self._min_steps, self.steps)
-
     def sample(self) -> Batch:
         """Draw uniformly from all transitions: first how many of each replay, then which."""
         lengths = np.array([len(replay) for replay in self._replays.values()])
@@ -145,7 +125,3 @@ def check_memory(reserved_bytes: int, available_bytes: int, capacity_steps: int)
             f"{available_bytes / 2**30:.1f} GiB of memory are available, and a tenth must stay free: lower "
             f"'gorila.replay_capacity_steps' from {capacity_steps:,} to about {fitting:,}, or use more hosts."
         )
-
-
-def _path(prefix: Path, actor: int) -> Path:
-    return prefix.with_name(f"{prefix.name}-actor-{actor:04d}.replay")

@@ -287,9 +287,7 @@ class Training:
         self._record_stop(self._stop)
 
     def _finish(self) -> None:
-        """Save what is saved last, and close the environments."""
-        self._run.check_folder()
-        self._agent.after_training(self._comm, self._run.segment)
+        """Note that all is saved, and close the environments."""
         self._run.saved()
         self._agent.envs.close()  # not before: it is the user's code, and may not return
 

@@ -110,9 +110,6 @@ class Agent(abc.ABC, Generic[ExchangeT]):
     def before_training(self, previous: Path | None) -> None:
         """Do what is due when everything is saved in a new segment; `previous`: the one before."""
 
-    def after_training(self, comm: Communicator, segment: Path) -> None:
-        """Save what is saved only once, when all else is. Collective."""
-
     # ---- the beginning ---------------------------------------------------------------------------------------------
 
     def begin(self, comm: Communicator, run: Run) -> None:

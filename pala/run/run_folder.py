@@ -38,7 +38,12 @@ _GONE: dict[str, dict[str, Any]] = {
         "gradient_clipping": "own",
     },
     "exchange": {"exchanges_per_update": 1},
-    "gorila": {"adagrad_epsilon": 1e-5, "epsilon_first": 1.0, "loss_filter_horizon_updates": 1000},
+    "gorila": {
+        "adagrad_epsilon": 1e-5,
+        "epsilon_first": 1.0,
+        "loss_filter_horizon_updates": 1000,
+        "save_replay": None,
+    },
 }
 """Settings that are gone, each with the value by which training is as it is today; None: any. A run with another value
 is evaluated and drawn as any, but neither resumed nor compared."""
@@ -148,8 +153,7 @@ def remove_unfinished(run: Path) -> None:
 
 def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
     """Return whether the job after `earlier_segments` segments is over: its record says so, and no rank of it lives, as
-    far as the folder's lock tells. Where there are no locks, a job that was stopped must have said that all is saved:
-    Gorila's replay takes long. `was_locked`: it was seen to hold the lock. Then it is over when nobody holds it,
+    far as the folder's lock tells. `was_locked`: it was seen to hold the lock. Then it is over when nobody holds it,
     whatever its record says: all its ranks may have been killed."""
     try:
         segments = read(run)["segments"]
@@ -164,8 +168,6 @@ def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
     says_so = last["status"] != "running"
     if last["status"] == "completed":
         says_so = "conclusion" in last
-    elif last["status"] == "stopped":
-        says_so = "saved" in last or locked is not None
     return says_so and not locked
 
 

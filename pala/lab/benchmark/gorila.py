@@ -40,7 +40,6 @@ def with_short_replay(config: Config) -> Config:
         gorila=replace(
             gorila,
             min_replay_steps=min(gorila.min_replay_steps, _MIN_REPLAY_STEPS),
-            save_replay=False,
             replay_capacity_steps=min(gorila.replay_capacity_steps, _CAPACITY_STEPS),
         ),
     )
