@@ -550,7 +550,7 @@ def test_ranks_without_a_pmi_are_named_once(any_mpi: Launcher, tmp_path: Path) -
     ]  # fmt: skip
     first, second = (job.wait() for job in jobs)
     assert (first.status, second.status) == (1, 0) and second.output == ""
-    assert "srun has started 2 tasks, but for Open MPI" in first.output
+    assert "srun has started 2 tasks, and for Open MPI" in first.output
 
 
 @pytest.mark.mpi
