@@ -304,8 +304,6 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
     models = np.tile(learners.beginning.numpy(), (n, 1))
     cluster = VirtualCluster(scenario(config, method, conditions), models, learn=update, observe=observe)
     cluster.run()
-    if cluster.stuck:
-        raise PalaError(f"Ranks {cluster.stuck} wait forever: please report this, with the command line.")
     mean = torch.from_numpy(np.asarray(cluster.mean_model, np.float32))
     return learners.learned(mean, cluster.global_steps, cluster.ended_s, updates, cluster.models_sent)
 

@@ -126,7 +126,7 @@ class VirtualCluster(VirtualNetwork):
 
     @property
     def stuck(self) -> list[int]:
-        """Ranks that neither ended nor died after `run`. They wait forever: a deadlock."""
+        """Ranks that neither ended nor died by the time that `run` played to: a deadlock, if that was late enough."""
         return [rank.number for rank in self.living if not rank.ended]
 
     @property
@@ -273,20 +273,14 @@ class VirtualCluster(VirtualNetwork):
     def _set_timer(self, rank: Rank) -> None:
         if not rank.timer_set:
             rank.timer_set = True
-            self._at(self.now + 1.001 * self.scenario.again_s, self._timer_rang, rank, rank.wait_began_s)
+            self._at(self.now + 1.001 * self.scenario.again_s, self._timer_rang, rank)
 
-    def _timer_rang(self, rank: Rank, wait_began_s: float) -> None:
-        """Let a rank look at its clock. Without patience its timer is set again only if something came of it: a
-        deadlock ends the simulation."""
-        if rank.number in self.dead or self.is_stopped(rank.number, self._timer_rang, rank, wait_began_s):
+    def _timer_rang(self, rank: Rank) -> None:
+        """Let a rank look at its clock, and set its timer again while it waits."""
+        if rank.number in self.dead or self.is_stopped(rank.number, self._timer_rang, rank):
             return
-        counts, rank.timer_set = rank.driver.counts, False
-        sent = counts["models_sent"]
+        rank.timer_set = False
         self._wake(rank)
-        something_came = counts["models_sent"] > sent or rank.wait_began_s > wait_began_s
-        something_came |= rank.number >= self.scenario.size - self.scenario.spares and not rank.state.has_model
-        if rank.waiting and (something_came or self.scenario.patience_s < 1e9):
-            self._set_timer(rank)
 
     # ---- the network -----------------------------------------------------------------------------------------------
 
