@@ -9,7 +9,8 @@ case ${1-} in
 check)
     modules=(pala/exchange/{budget,wire}.py pala/comm/base.py
         pala/exchange/gossip/{driver,messages,one_way,paired,process_lock,protocol,state,topology}.py
-        pala/lab/simulate/{scenario,vector_models,virtual_network,virtual_cluster}.py explorer/schedules.py) ;;
+        pala/lab/simulate/{scenario,vector_models,virtual_network,virtual_cluster}.py
+        explorer/{faulty_cluster,schedules}.py) ;;
 explore) modules=(explorer/{tables,world}.py) ;;
 *) echo "usage: $0 check|explore [OPTIONS]" >&2 && exit 2 ;;
 esac

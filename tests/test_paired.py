@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from explorer.faulty_cluster import FaultyCluster, Schedule
 from explorer.planted import (
     AnswersTheOfferItself,
     BothAnswerWhenOffersCross,
@@ -52,8 +53,6 @@ from pala.exchange.gossip.messages import (
 )
 from pala.exchange.gossip.paired import CROSSED, Paired
 from pala.exchange.wire import Format, Message
-from pala.lab.simulate.scenario import Scenario
-from pala.lab.simulate.virtual_cluster import VirtualCluster
 from support.gossip import Rank, protocol, told, update, waits
 
 IN_STEP = NETWORKS["in step"]
@@ -516,11 +515,11 @@ def are_in_step(protocol: type[Paired], delay: float, seed: int) -> bool:
         begins[rank].append(float(model[0]))  # in a rollout it does not change
         model += 1 + rank
 
-    scenario = Scenario(
+    scenario = Schedule(
         2, "ring", "paired", max_staleness=0, budget_steps=100, seed=seed, update_s=(0.5, 1.5), patience_s=1e3,
         again_s=1e2, model_s=(delay, delay), control_s=(0.01, 0.02),
     )  # fmt: skip
-    cluster = VirtualCluster(scenario, learn=learn, protocol=protocol)
+    cluster = FaultyCluster(scenario, learn=learn, protocol=protocol)
     cluster.run()
     assert not cluster.stuck and not cluster.violations and len(begins[0]) > 40
     means = 0.5 + 1.5 * np.arange(1, len(begins[0]) + len(begins[1]))  # they begin as 0 and 1, and learn 1 and 2
@@ -546,14 +545,14 @@ class Learned:
         self, mixing: str, size: int, topology: str, delay: float, slow: bool = False, updates: int = 60, seed: int = 0,
     ) -> None:  # fmt: skip
         slowness = (4.0,) + (1.0,) * (size - 1) if slow else ()
-        scenario = Scenario(
+        scenario = Schedule(
             size, topology, mixing, max_staleness=10**6, budget_steps=updates * size, seed=seed, update_s=(0.9, 1.1),
             model_s=(0.8 * delay, 1.2 * delay), control_s=(0.01, 0.02), slowness=slowness,
         )  # fmt: skip
         self.updates, self.worst = 0, 0.0
         self.initial = sum(range(size))
-        observe = self._look if mixing == "paired" else None
-        self.cluster = VirtualCluster(scenario, learn=self._learn, observe=observe)
+        self.cluster = FaultyCluster(scenario, learn=self._learn)
+        self.cluster.observe = self._look if mixing == "paired" else None
         self.cluster.run()
         self.models = np.concatenate([rank.model for rank in self.cluster.ranks])
 
@@ -561,8 +560,8 @@ class Learned:
         model += 1
         self.updates += 1
 
-    def _look(self, cluster: VirtualCluster) -> None:
-        self.worst = max(self.worst, abs(float(cluster.sum_of_models[0]) - self.initial - self.updates))
+    def _look(self) -> None:
+        self.worst = max(self.worst, abs(float(self.cluster.sum_of_models[0]) - self.initial - self.updates))
 
     @property
     def kept(self) -> float:
@@ -601,7 +600,7 @@ def test_on_fast_links_nearly_all_progress_is_in_the_models_and_little_of_it_by_
 def test_without_learning_all_ranks_come_to_the_mean_of_their_models(n: int, topology: str) -> None:
     for network in ("ordinary", "in step", "uneven"):
         largest = 0.3 if topology == "ring" and n > 2 else 0.05
-        cluster = check(Scenario(n, topology, "paired", 3, budget_steps=60 * n, seed=n, **NETWORKS[network]))
+        cluster = check(Schedule(n, topology, "paired", 3, budget_steps=60 * n, seed=n, **NETWORKS[network]))
         models = np.concatenate([rank.model for rank in cluster.ranks])
         assert abs(models - np.arange(n).mean()).max() < largest * n, network
 
@@ -625,7 +624,7 @@ def play_with_damage(seed: int, protocol: type[Paired] = Paired) -> list[str]:
     scenario = schedule(2 * seed + 1)
     steps = 12 * scenario.size * scenario.steps_per_update
     scenario = dataclasses.replace(scenario, budget_steps=steps, **NO_FAULTS)
-    cluster = VirtualCluster(scenario, protocol=protocol, driver=Damages)
+    cluster = FaultyCluster(scenario, protocol=protocol, driver=Damages)
     cluster.run(until_s=2000)
     apart = float(np.ptp([rank.model for rank in cluster.ranks]))
     # Who cannot read something takes its own offer for closed, and its peer may not yet know of that.
@@ -635,8 +634,8 @@ def play_with_damage(seed: int, protocol: type[Paired] = Paired) -> list[str]:
 
 def play_in_step(protocol: type[Paired] = Paired) -> np.ndarray:
     """The models of two ranks whose offers always cross, after at most so long that they need not hurry."""
-    scenario = Scenario(2, "ring", "paired", 3, budget_steps=20, **IN_STEP)
-    cluster = VirtualCluster(scenario, protocol=protocol)
+    scenario = Schedule(2, "ring", "paired", 3, budget_steps=20, **IN_STEP)
+    cluster = FaultyCluster(scenario, protocol=protocol)
     cluster.run(until_s=100)
     assert not cluster.stuck, "deadlock"
     return np.concatenate([rank.model for rank in cluster.ranks])
@@ -669,7 +668,7 @@ BUGS = {
 FIRST = {MovesByItsOwnFraction: 5, ForgetsToCloseAtADeath: 60, DoesNotVoidAfterHealing: 12}
 
 
-def paired_schedules(first: int) -> Iterable[Scenario]:
+def paired_schedules(first: int) -> Iterable[Schedule]:
     return (schedule(2 * i + 1) for i in range(first, 200))
 
 

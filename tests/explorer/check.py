@@ -19,9 +19,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+from explorer.faulty_cluster import Schedule
 from explorer.schedules import InvariantError, MakeProtocol, check, schedule
 from pala.exchange.gossip.driver import make_protocol
-from pala.lab.simulate.scenario import Scenario
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.resources import usable_cores
@@ -111,7 +111,7 @@ def _end_with(sentinel: int) -> None:
     os._exit(1)
 
 
-def _faults(scenario: Scenario) -> dict[str, list[float]]:
+def _faults(scenario: Schedule) -> dict[str, list[float]]:
     """When they begin: what comes after the end went wrong in no training."""
     return {
         "deaths": [*scenario.deaths.values()],

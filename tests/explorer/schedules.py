@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from explorer.faulty_cluster import FaultyCluster, FaultyRank, Schedule
 from pala.config.catalogue import RULES, TOPOLOGIES
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import Rules
-from pala.lab.simulate.scenario import Scenario
-from pala.lab.simulate.virtual_cluster import Rank, VirtualCluster
 
 MIXINGS = tuple(name for name, rule in RULES.items() if not rule.by_pairs)
 STALENESS = (0, 1, 3, 10)
@@ -44,7 +43,7 @@ class InvariantError(Exception):
     """Something did not hold that must hold in every schedule."""
 
 
-def schedule(number: int) -> Scenario:
+def schedule(number: int) -> Schedule:
     """Return the schedule of this number. Every second one is of a paired exchange. From number `TOGETHER` on, each has
     four faults at once."""
     scenario = pushed(number // 2, number >= TOGETHER)
@@ -54,7 +53,7 @@ def schedule(number: int) -> Scenario:
     return dataclasses.replace(scenario, mixing="paired", topology=topology)
 
 
-def pushed(number: int, together: bool = False) -> Scenario:
+def pushed(number: int, together: bool = False) -> Schedule:
     """Return a schedule of a rule by which models go one way. `together`: with all faults of `TOGETHER`."""
     draw = random.Random(number)
     size = max(4 * together, draw.choices(SIZES, _SIZE_WEIGHTS)[0])
@@ -101,7 +100,7 @@ def pushed(number: int, together: bool = False) -> Scenario:
         options["leaves"] = {rank: options["deaths"].pop(rank) for rank in list(options["deaths"])[::2]}
     if options.get("leaves") and (draw.random() < 0.5 or together):
         options["poison"] = _poison_beside_leaves(draw, options, size - options.get("spares", 0))
-    return Scenario(size, **options)
+    return Schedule(size, **options)
 
 
 def _poison_beside_leaves(
@@ -120,9 +119,9 @@ def _poison_beside_leaves(
 
 
 def check(
-    scenario: Scenario, protocol: MakeProtocol = make_protocol, driver: type[GossipDriver] = GossipDriver,
-    observe: Callable[[VirtualCluster], None] | None = None, **options: Any,
-) -> VirtualCluster:  # fmt: skip
+    scenario: Schedule, protocol: MakeProtocol = make_protocol, driver: type[GossipDriver] = GossipDriver,
+    observe: Callable[[FaultyCluster], None] | None = None, **options: Any,
+) -> FaultyCluster:  # fmt: skip
     """Play a scenario to its end. Raises InvariantError if one of these does not hold.
 
     - Known steps are never more than were made.
@@ -145,7 +144,7 @@ def check(
     """
     looks = 0
 
-    def look(cluster: VirtualCluster) -> None:
+    def look() -> None:
         nonlocal looks
         looks += 1
         if observe is not None:
@@ -156,7 +155,8 @@ def check(
         if looks % 10 == 0:
             _check_known_steps(cluster)
 
-    cluster = VirtualCluster(scenario, protocol=protocol, driver=driver, observe=look, **options)
+    cluster = FaultyCluster(scenario, protocol=protocol, driver=driver, **options)
+    cluster.observe = look
     faults_end_s = max(0.0, *scenario.deaths.values(), *(end for _, end in scenario.stops.values()), scenario.cut_s[1])
     slowest_s = _slowest_exchange_s(scenario)
     if 4 * slowest_s < scenario.patience_s < END_S and not scenario.pause_probability:  # else it may end by itself
@@ -169,21 +169,21 @@ def check(
     return cluster
 
 
-def _check_known_steps(cluster: VirtualCluster) -> None:
+def _check_known_steps(cluster: FaultyCluster) -> None:
     known = max((rank.state.budget.global_steps for rank in cluster.living), default=0)
     _demand(known <= cluster.global_steps, f"known steps that nobody made: {known}")
 
 
-def _check_weights(cluster: VirtualCluster) -> None:
-    scenario = cluster.scenario
+def _check_weights(cluster: FaultyCluster) -> None:
+    scenario = cluster.schedule
     if scenario.mixing != "push_sum":
         return
     weight, whole = cluster.total_weight + cluster.lost_weight, scenario.size - scenario.spares
     _demand(abs(weight - whole) < 1e-9, f"push-sum weight: {weight} of {whole}")
 
 
-def _check_sum(cluster: VirtualCluster) -> None:
-    scenario = cluster.scenario
+def _check_sum(cluster: FaultyCluster) -> None:
+    scenario = cluster.schedule
     if scenario.mixing != "paired":
         return
     size, models = scenario.size, np.concatenate([rank.model for rank in cluster.ranks])
@@ -196,7 +196,7 @@ def _check_sum(cluster: VirtualCluster) -> None:
     _demand(apart <= 2 * size, f"paired: the models of {size} ranks are {apart} apart")
 
 
-def _check_end(scenario: Scenario, cluster: VirtualCluster) -> None:
+def _check_end(scenario: Schedule, cluster: FaultyCluster) -> None:
     for violation in cluster.violations:
         raise InvariantError(violation)
     if cluster.models_lost:  # nothing is left to continue with
@@ -227,7 +227,7 @@ def _check_end(scenario: Scenario, cluster: VirtualCluster) -> None:
         )
 
 
-def _check_places(scenario: Scenario, cluster: VirtualCluster) -> None:
+def _check_places(scenario: Schedule, cluster: FaultyCluster) -> None:
     """No more ranks train than in the beginning, and, if training continued for long enough after the last death, not
     fewer while there are spares."""
     if scenario.spares == 0:
@@ -251,17 +251,17 @@ def _check_places(scenario: Scenario, cluster: VirtualCluster) -> None:
             _demand(not without or not senders, f"places: nobody has sent a model to ranks {without}")
 
 
-def _can_send_a_model(rank: Rank) -> bool:
+def _can_send_a_model(rank: FaultyRank) -> bool:
     """Return whether a rank that trains has a model of use. Where none has, one that has left ends the job."""
     return rank.state.has_model and not rank.state.has_left and bool(np.isfinite(rank.model).all())
 
 
-def _slowest_exchange_s(scenario: Scenario) -> float:
+def _slowest_exchange_s(scenario: Schedule) -> float:
     update_s = scenario.update_s[1] + (scenario.pause_s[1] if scenario.pause_probability else 0.0)
     return update_s * max(scenario.slowness, default=1.0) + scenario.model_s[1] + scenario.control_s[1]
 
 
-def _longest_patience_s(scenario: Scenario) -> float:
+def _longest_patience_s(scenario: Schedule) -> float:
     pause_s = scenario.pause_s[1] if scenario.pause_probability else 0.0
     return max(scenario.patience_s, 5 * (scenario.update_s[1] * max(scenario.slowness, default=1.0) + pause_s))
 

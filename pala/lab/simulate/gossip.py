@@ -151,7 +151,7 @@ class GossipCluster(VirtualCluster):
             again_s=Rules.again_s,
             patience_s=costs.patience_s,
         )
-        super().__init__(scenario, np.zeros((cluster.ranks, _DIMENSION)), learn=self._step_at_random)
+        super().__init__(scenario, np.zeros((cluster.ranks, _DIMENSION)), self._step_at_random)
 
     # ---- what is seen from outside ---------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class GossipCluster(VirtualCluster):
     def _start_update(self, rank: Rank) -> None:
         number = rank.number
         owed_s, self._owed_s[number] = self._owed_s[number], 0.0
-        if rank.since_mix == 0 and self.now > 0:
+        if rank.has_mixed:
             owed_s += self.costs.mix_s
         self._waited_s += self.now - self._ends_s[number]
         duration_s = self.slowness[number] * (float(self.costs.draw(self._generator.random())) + owed_s)

@@ -298,11 +298,12 @@ def _gossip(learners: Learners, method: str, conditions: Conditions) -> Learned:
         updates[number] += 1
         learners.note(number, cluster.global_steps + config.steps_per_update, cluster.now)
 
-    def observe(cluster: VirtualCluster) -> None:
-        learners.look([torch.from_numpy(rank.model) for rank in cluster.living], cluster.global_steps)
+    def observe() -> None:
+        learners.look([torch.from_numpy(rank.model) for rank in cluster.ranks], cluster.global_steps)
 
     models = np.tile(learners.beginning.numpy(), (n, 1))
-    cluster = VirtualCluster(scenario(config, method, conditions), models, learn=update, observe=observe)
+    cluster = VirtualCluster(scenario(config, method, conditions), models, update)
+    cluster.observe = observe
     cluster.run()
     mean = torch.from_numpy(np.asarray(cluster.mean_model, np.float32))
     return learners.learned(mean, cluster.global_steps, cluster.ended_s, updates, cluster.models_sent)

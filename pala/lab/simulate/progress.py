@@ -75,7 +75,7 @@ def measure(mixing: str, ranks: int, delay: float, slowness: float, seed: int) -
         model += 1
         made[rank] += 1
 
-    cluster = VirtualCluster(timed_in_updates(scenario, delay), np.zeros((ranks, 1)), learn=learn)
+    cluster = VirtualCluster(timed_in_updates(scenario, delay), np.zeros((ranks, 1)), learn)
     cluster.run()
     kept = float(cluster.mean_model[0]) / float(made.mean())
     models = [float(rank.model[0]) for rank in cluster.ranks]

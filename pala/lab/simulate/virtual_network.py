@@ -1,8 +1,8 @@
 """A simulated network with a clock of its own: a transport for any number of ranks in one process. Pure.
 
-No MPI, no threads, no waiting: a heap of events and one random stream. Packets are delayed, overtake each other, and
-are lost with ranks that die, all from the seed, so every failure replays. What ranks do between messages is up to
-whoever uses the network (`virtual_cluster.py`).
+No MPI, no threads, no waiting: a heap of events and one random stream. Packets are delayed and overtake each other, all
+from the seed, so every run replays. What ranks do between messages is up to whoever uses the network
+(`virtual_cluster.py`).
 """
 
 from __future__ import annotations
@@ -50,18 +50,11 @@ class VirtualNetwork:
     def __init__(self, scenario: Scenario) -> None:
         self.now = 0.0
         self.observe: Callable[[], None] | None = None  # called after each event
-        self.dead: set[int] = set()
         self.receivers: dict[int, Receiver] = {}
         self.on_their_way: dict[int, OnItsWay] = {}
-        self.delivering: OnItsWay | None = None  # what its receiver is being told of
         self.scenario, self._random = scenario, random.Random(scenario.seed)
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._ticket = 0
-
-    @property
-    def num_events(self) -> int:
-        """Events that were ever to happen."""
-        return self._ticket
+        self.num_events = 0  # that were ever to happen
 
     def run(self, until_s: float = float("inf")) -> None:
         """Play until nothing more happens, or to a time."""
@@ -72,25 +65,14 @@ class VirtualNetwork:
             if observe is not None:
                 observe()
 
-    # ---- what whoever uses it may add to -------------------------------------------------------------------------
-
-    def sent(self, rank: int) -> None:
-        """Take note that a bulk packet of this rank has left: it may be filled again."""
-
-    def overwritten(self, on_its_way: OnItsWay) -> None:
-        """Take note that its sender filled it again while it was on its way: real bytes would have been torn."""
-
-    def heard(self, rank: int) -> None:
-        """Take note that something has been told to this rank."""
-
-    def lost(self, on_its_way: OnItsWay) -> None:
-        """Take note that this will never arrive: its sender or its receiver is dead."""
+    def notice(self, rank: int) -> None:
+        """Take note that there is something new for this rank: a message, or a bulk packet that may be filled again."""
 
     # ---- packets -------------------------------------------------------------------------------------------------
 
     def post(self, on_its_way: OnItsWay) -> None:
         """Put a packet on its way."""
-        ticket = self._ticket
+        ticket = self.num_events
         self.on_their_way[ticket] = on_its_way
         self._carry(ticket)
 
@@ -100,62 +82,18 @@ class VirtualNetwork:
         self._after(self.scenario.model_s if bulk else self.scenario.control_s, self._deliver, ticket)
 
     def _deliver(self, ticket: int) -> None:
-        on_its_way = self.on_their_way.get(ticket)
-        if on_its_way is None:  # lost with its sender
-            return
-        sender, receiver, packet, data, bulk, time_s = on_its_way
-        begin_s, end_s = self.scenario.cut_s
-        cut_at = self.scenario.cut_at
-        if begin_s <= self.now < end_s and (sender < cut_at) != (receiver < cut_at):
-            if ticket % 2:  # not even its announcement has come: nobody can tell how old it will be
-                self.on_their_way[ticket] = on_its_way._replace(time_s=end_s)
-            self._at(end_s + self._draw(self.scenario.control_s), self._deliver, ticket)
-            return
-        if self.is_stopped(receiver, self._deliver, ticket):
-            return
-        if bulk and ticket % 2 and self.is_stopped(sender, self._deliver, ticket):
-            return  # some packets need their sender to the end, some do not
-        del self.on_their_way[ticket]
+        on_its_way = self.on_their_way.pop(ticket)
+        sender, packet = on_its_way.sender, on_its_way.packet
+        assert packet.data is on_its_way.data, f"rank {sender} wrote over a message on its way"
         packet.pending -= 1
-        if packet.data is not data:
-            self.overwritten(on_its_way)
-        if bulk:
-            self.sent(sender)
-        if receiver in self.dead:
-            self.lost(on_its_way)
-            return
-        went_on_s = self.scenario.stops.get(receiver, (0.0, 0.0))[1]  # it cannot tell what came while it was stopped
-        took_s = self.now - (went_on_s if time_s < went_on_s <= self.now else time_s)
-        self.delivering = on_its_way
-        self.receivers[receiver].on_message(Received(sender, data, bulk, took_s))
-        self.heard(receiver)
+        if on_its_way.bulk:
+            self.notice(sender)
+        self._receive(on_its_way, self.now - on_its_way.time_s)
 
-    # ---- ranks ---------------------------------------------------------------------------------------------------
-
-    def die(self, rank: int) -> None:
-        """Kill a rank. Some of what it has sent is lost; the others hear of it after a while."""
-        self.dead.add(rank)
-        for ticket, on_its_way in list(self.on_their_way.items()):
-            if on_its_way.sender == rank and self._random.random() < self.scenario.death_loss:
-                del self.on_their_way[ticket]
-                self.lost(on_its_way)
-        for peer in range(self.scenario.size):
-            if peer not in self.dead:
-                self._after(self.scenario.death_notice_s, self._hear_of_death, peer, rank)
-
-    def _hear_of_death(self, rank: int, dead: int) -> None:
-        if rank not in self.dead:
-            self.receivers[rank].on_death(dead)
-            self.heard(rank)
-
-    def is_stopped(self, rank: int, handler: Callable[..., None], *arguments: Any) -> bool:
-        """Put a call off until the rank continues, if the rank is stopped now. A dead rank holds nothing up."""
-        if rank in self.dead or not self.scenario.stops:
-            return False
-        begin_s, end_s = self.scenario.stops.get(rank, (0.0, 0.0))
-        if stopped := begin_s <= self.now < end_s:
-            self._at(end_s, handler, *arguments)
-        return stopped
+    def _receive(self, on_its_way: OnItsWay, took_s: float) -> None:
+        sender, receiver = on_its_way.sender, on_its_way.receiver
+        self.receivers[receiver].on_message(Received(sender, on_its_way.data, on_its_way.bulk, took_s))
+        self.notice(receiver)
 
     # ---- the clock -----------------------------------------------------------------------------------------------
 
@@ -163,8 +101,8 @@ class VirtualNetwork:
         return bounds[0] + (bounds[1] - bounds[0]) * self._random.random()
 
     def _at(self, time_s: float, handler: Callable[..., None], *arguments: Any) -> None:
-        heapq.heappush(self._events, (time_s, self._ticket, handler, arguments))
-        self._ticket += 1
+        heapq.heappush(self._events, (time_s, self.num_events, handler, arguments))
+        self.num_events += 1
 
     def _after(self, delay_s: Range, handler: Callable[..., None], *arguments: Any) -> None:
         self._at(self.now + self._draw(delay_s), handler, *arguments)
