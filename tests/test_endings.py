@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM, SIGUSR1
 from typing import Any
@@ -47,9 +48,11 @@ from support.memory_jobs import (
     ENDLESS,
     KINDS,
     OUTLIVING,
+    OnCount,
     asking_as_abort_does,
     configure,
     gorila,
+    nothing,
     slow_until_joined,
     train,
     with_spares,
@@ -77,20 +80,15 @@ class Ranks:
         self.results: list[Any] = []
         self.resume: Path | None = None
 
-    def train(self, on_count: Callable[[MemoryCommunicator, int], None] = MemoryCommunicator.on_count) -> None:
+    def train(self, on_count: OnCount = nothing) -> None:
         def main(comm: MemoryCommunicator) -> Result:
             self.comms[comm.rank] = comm
             given = self.conclude
             conclude = None if given is None else lambda *arguments: given(comm, *arguments)
+            comm.on_count = partial(on_count, comm)
             with asking_as_abort_does(comm):
-                request = Request(
-                    self.config,
-                    UserCode(self.make_env),
-                    resume=self.resume,
-                    conclude=conclude,
-                    on_count=lambda updates: on_count(comm, updates),
-                )
-                return run_rank(comm, request, comm.interrupt)
+                request = Request(self.config, UserCode(self.make_env), resume=self.resume, conclude=conclude)
+                return run_rank(comm, request)
 
         self.results = run_ranks(self.size, main)
 

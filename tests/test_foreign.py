@@ -89,7 +89,7 @@ def resume(run: Path) -> None:
     command = parse(["--resume", str(run), "--trust-run"])
     config = replace(command.config, total_steps=80)
     request = Request(config, resume=run, trust_run=True)
-    result = run_ranks(1, lambda comm: run_rank(comm, request, comm.interrupt))[0]
+    result = run_ranks(1, lambda comm: run_rank(comm, request))[0]
     if isinstance(result, BaseException):
         raise result
 
@@ -559,7 +559,7 @@ def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, monkeypat
 
     def session(total_steps: int, **options: Any) -> list[Any]:
         request = Request(replace(config, total_steps=total_steps), **options)
-        return run_ranks(2, lambda comm: run_rank(comm, request, comm.interrupt))
+        return run_ranks(2, lambda comm: run_rank(comm, request))
 
     folder = tmp_path / "r"
     assert [result.status for result in session(40, code=UserCode(local_factory()))] == ["completed"] * 2
@@ -572,13 +572,13 @@ def test_a_run_that_was_made_in_python_is_gone_on_with(tmp_path: Path, monkeypat
 
 def test_an_id_that_a_kept_environment_wins_over_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = configure(tmp_path, steps=40)
-    run_ranks(1, lambda comm: run_rank(comm, Request(config, UserCode(local_factory())), comm.interrupt))
+    run_ranks(1, lambda comm: run_rank(comm, Request(config, UserCode(local_factory()))))
     folder = tmp_path / "r"
     kept = run_folder.config_of(folder).env.id
     capfd.readouterr()
     for given in (kept, "Acrobot-v1"):
         request = Request(replace(config, env=replace(config.env, id=given), total_steps=80), resume=folder)
-        run_ranks(1, lambda comm, request=request: run_rank(comm, request, comm.interrupt))
+        run_ranks(1, lambda comm, request=request: run_rank(comm, request))
         assert ("'env.id' is 'Acrobot-v1', but the run keeps" in capfd.readouterr().err) == (given != kept)
     assert run_folder.config_of(folder).env.id == kept
 
@@ -588,7 +588,7 @@ def test_a_pickle_of_another_python_is_told(
     version: str, is_told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = configure(tmp_path, steps=40)
-    run_ranks(1, lambda comm: run_rank(comm, Request(config, UserCode(local_factory())), comm.interrupt))
+    run_ranks(1, lambda comm: run_rank(comm, Request(config, UserCode(local_factory()))))
     file = tmp_path / "r" / "run.json"
     record = json.loads(file.read_text())
     record["segments"][-1]["versions"] = {"python": version}
@@ -601,17 +601,17 @@ def test_a_pickle_of_another_python_is_told(
 def test_packed_metrics_are_not_gone_on_with(tmp_path: Path) -> None:
     """What they hold would be hidden by the new file beside them."""
     config = configure(tmp_path, steps=40)
-    run_ranks(1, lambda comm: run_rank(comm, Request(config), comm.interrupt))
+    run_ranks(1, lambda comm: run_rank(comm, Request(config)))
     folder, config = tmp_path / "r", replace(config, total_steps=80)
     file = metrics_path(folder, 0)
     plain = file.read_bytes()
     file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(plain))
     file.unlink()
     request = Request(config, resume=folder)
-    (error,) = run_ranks(1, lambda comm: run_rank(comm, request, comm.interrupt))
+    (error,) = run_ranks(1, lambda comm: run_rank(comm, request))
     assert isinstance(error, CollectiveError) and "are packed" in str(error) and "`gunzip` them first" in str(error)
     file.write_bytes(plain)
-    (made,) = run_ranks(1, lambda comm: run_rank(comm, request, comm.interrupt))
+    (made,) = run_ranks(1, lambda comm: run_rank(comm, request))
     assert made.status == "completed" and metrics_path(folder, 0).read_bytes().startswith(plain)
 
 
@@ -690,7 +690,7 @@ def resumed(folder: Path) -> None:
     steps = checkpoint.global_steps(folder) + 1
     least = config.gorila.min_replay_steps + config.gorila.update_period_steps
     config = replace(config, total_steps=max(steps, least if config.algorithm == "gorila" else 1))
-    for result in run_ranks(1, lambda comm: run_rank(comm, Request(config, resume=folder), comm.interrupt)):
+    for result in run_ranks(1, lambda comm: run_rank(comm, Request(config, resume=folder))):
         if isinstance(result, BaseException):
             raise result
 

@@ -130,7 +130,6 @@ def test_two_that_die_one_after_the_other_and_a_sleeping_spare(tmp_path: Path) -
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
         if not slept:
             slept.append(comm.world.say_that(3, comm.world.dead))  # it sleeps, and is gone
-        comm.on_count(updates)
         stop(comm, updates)
 
     stop = stop_when(4, 5, updates=5)
@@ -229,7 +228,6 @@ def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
         return parts
 
     def wait_for_the_spare(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if comm.world.dead:
             wait_for(wakes_up.is_set, 60, "the waking of the spare")
 

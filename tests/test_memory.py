@@ -275,7 +275,6 @@ def test_a_death_that_a_full_disk_keeps_out_of_the_record_is_noted_later(
 @pytest.mark.parametrize("n", slow_but_for([1, 2, 3, 9], 2))
 def test_a_rank_may_die_in_the_middle_of_its_messages(n: int, tmp_path: Path) -> None:
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if comm.rank != 1 and 1 not in comm.world.dead:  # else they might meet the budget before it sends so much
             time.sleep(0.05)
 
@@ -656,7 +655,7 @@ def test_a_rank_that_fails_leaves_no_thread_behind(kind: str, tmp_path: Path) ->
 
         config = gorila(tmp_path, replace(GORILA, num_shards=1)) if kind == "gorila" else configure(tmp_path, kind)
         try:
-            return run_rank(comm, Request(config, callbacks=Callbacks(on_update=fail)), comm.interrupt)
+            return run_rank(comm, Request(config, callbacks=Callbacks(on_update=fail)))
         finally:
             left.extend(
                 thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("pala-")
@@ -732,7 +731,6 @@ def test_who_needs_no_other_goes_on_while_a_rank_is_stopped(kind: str, tmp_path:
         made[comm.rank].append(time.monotonic())
         if (comm.rank, updates) == (1, 10):
             begun.append(time.monotonic())
-        comm.on_count(updates)
         if goes_on and comm.rank != 1:
             is_free(comm)
             if updates == 30:
@@ -821,7 +819,6 @@ def test_a_rank_that_nobody_sends_a_finite_model_gives_up(
     """Its only peer is stopped when it finds that its own is not finite."""
 
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if (comm.rank, updates) == (1, 25):  # by update 30 nothing of the peer is left in its inbox
             wait_for(lambda: comm.world.stopped_until_s[0] > 0, 60, "the stop of rank 0")
 
@@ -957,7 +954,7 @@ def test_environments_that_cannot_be_closed_cost_nothing(tmp_path: Path, capsys:
             raise RuntimeError("the viewer is gone")
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, UserCode(lambda: Stuck(gymnasium.make("CartPole-v1")))), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(lambda: Stuck(gymnasium.make("CartPole-v1")))))
 
     config = configure(tmp_path)
     assert [result.status for result in run_ranks(2, main)] == ["completed"] * 2
@@ -975,7 +972,7 @@ def test_environments_are_closed_when_the_run_is_complete(tmp_path: Path) -> Non
                 found.append((record["completed"], (tmp_path / "r" / "policy.safetensors").exists()))
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, UserCode(lambda: Looking(gymnasium.make("CartPole-v1")))), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(lambda: Looking(gymnasium.make("CartPole-v1")))))
 
     config, found = configure(tmp_path), []
     assert [result.status for result in run_ranks(2, main)] == ["completed"] * 2
@@ -993,7 +990,7 @@ def test_environments_are_closed_if_those_of_another_rank_cannot_be_made(tmp_pat
                 raise ValueError("no licence")
             return Closing(gymnasium.make("CartPole-v1"))
 
-        return run_rank(comm, Request(config, UserCode(make)), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(make)))
 
     config, closed = configure(tmp_path), []
     assert all(isinstance(error, CollectiveError) and "no licence" in str(error) for error in run_ranks(2, main))
@@ -1029,7 +1026,7 @@ def test_a_users_code_that_changes_the_working_directory_later_loses_nothing(
         make_env = (lambda: Leaving(gymnasium.make("CartPole-v1"))) if where in ("reset", "step") else None
         code = UserCode(make_env, Network if where == "network" else None)
         callbacks = Callbacks(on_update=lambda moment: leave("callback")) if where == "callback" else Callbacks()
-        return run_rank(comm, Request(config, code, callbacks), comm.interrupt)
+        return run_rank(comm, Request(config, code, callbacks))
 
     assets = str(tmp_path / "assets")
     (tmp_path / "assets").mkdir()
@@ -1060,7 +1057,7 @@ def test_environments_that_change_the_working_directory_do_not_move_the_run(
         return Sparkle("rgb_array")
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, UserCode(make)), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(make)))
 
     assets, run = str(tmp_path / "assets"), Path("runs/r")
     (tmp_path / "assets").mkdir()
@@ -1088,8 +1085,8 @@ def test_how_an_environments_module_sets_torch_does_not_count(tmp_path: Path) ->
         return gymnasium.make("CartPole-v1")
 
     def main(comm: MemoryCommunicator) -> Result:
-        request = Request(config, UserCode(make), on_count=lambda _: seen.add(torch.get_num_threads()))
-        return run_rank(comm, request, comm.interrupt)
+        comm.on_count = lambda _: seen.add(torch.get_num_threads())
+        return run_rank(comm, Request(config, UserCode(make)))
 
     config, seen, threads = configure(tmp_path), set[int](), torch.get_num_threads()
     config = replace(config, run=replace(config.run, threads=1))
@@ -1129,7 +1126,6 @@ def test_a_file_that_cannot_be_written_at_the_end_is_an_error_of_its_own(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if updates == 10:
             monkeypatch.setattr(checkpoint, what, fail)
             if what == "save_rank":
@@ -1149,7 +1145,6 @@ def test_a_record_that_who_takes_the_lead_cannot_write_is_an_error_of_its_own(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if updates == 10:
             monkeypatch.setattr(run_folder, "write_json", fail)
 
@@ -1188,7 +1183,6 @@ def test_a_rank_that_cannot_save_at_a_stop_keeps_no_other_from_it(
             have_saved.add(state.rank)
 
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if (comm.rank, updates) == (2, 15):
             disk_is_full.set()
             comm.interrupt.signal = SIGTERM
@@ -1207,7 +1201,7 @@ def test_a_rank_that_cannot_save_at_a_stop_keeps_no_other_from_it(
 def test_ranks_of_unlike_networks_are_told(tmp_path: Path) -> None:
     def main(comm: MemoryCommunicator) -> Result:
         game = "CartPole-v1" if comm.rank < 2 else "Acrobot-v1"
-        return run_rank(comm, Request(config, UserCode(lambda: gymnasium.make(game))), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(lambda: gymnasium.make(game))))
 
     config = configure(tmp_path)
     for result in run_ranks(3, main):

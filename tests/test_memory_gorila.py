@@ -225,7 +225,7 @@ def test_steps_in_which_an_environment_fails_are_left_out_counted_and_said_once(
         request = Request(
             config, UserCode(lambda: Spoiled(gymnasium.make("CartPole-v1"))), callbacks=Callbacks(on_interval=is_enough)
         )
-        return run_rank(comm, request, comm.interrupt)
+        return run_rank(comm, request)
 
     config = gorila(tmp_path, steps=ENDLESS)
     config = replace(config, env=replace(config.env, restarts=10**6))

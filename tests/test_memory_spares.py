@@ -35,6 +35,7 @@ from support.helpers import slow_among, slow_but_for, wait_for
 from support.memory_jobs import (
     BATCH,
     NEEDING_ALL,
+    both,
     leave_at,
     ranks_in,
     saved_steps,
@@ -113,13 +114,12 @@ def test_a_resume_goes_on_from_the_spare_that_trained_alone(tmp_path: Path, caps
     joined = threading.Event()
 
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if comm.rank == 2:
             joined.set()
         elif joined.is_set() and updates > 5:
             comm.die()
 
-    stop = stop_when(2, updates=20, also=on_count)
+    stop = both(on_count, stop_when(2, updates=20))
     job = train(3, with_spares(tmp_path, spares=1), [fail_at(0, update=5)], on_count=stop)
     assert stopped_well(job, but_for=[0, 1]) and ranks_in(job, "joined_ranks") == [2]
     (trained,) = [state for state in job.states() if state.rank == 2]
@@ -192,7 +192,6 @@ def test_a_spare_that_is_stopped_as_it_takes_a_place_ends_the_job_at_the_end(
     """It is not dead, so the next sleeps on; the others meet the budget, and wait for it in vain."""
 
     def wait_for_the_stop(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if comm.world.dead:  # else they might meet the budget before the spare has heard of the death
             wait_for(lambda: comm.world.stopped_until_s[3] > 0, 60, "the stop of the spare")
 
@@ -233,7 +232,7 @@ def test_ranks_that_all_leave_in_the_same_moment_are_not_lost(
 
 
 def test_a_spare_replaces_a_rank_that_leaves(tmp_path: Path) -> None:
-    on_count = stop_when(3, updates=5, also=leave_at(1, update=5))
+    on_count = both(leave_at(1, update=5), stop_when(3, updates=5))
     job = train(4, with_spares(tmp_path, spares=1), on_count=on_count)
     assert stopped_well(job, but_for=[1]) and job.results[1].status == "left"
     assert ranks_in(job, "left_ranks") == [1] and ranks_in(job, "joined_ranks") == [3]
@@ -251,7 +250,7 @@ def test_who_has_the_only_model_leaves_when_a_spare_has_one_too(
         return leave(exchange)
 
     monkeypatch.setattr(GossipExchange, "leave", leave_as_the_spare_joins)
-    on_count = stop_when(2, updates=5, also=leave_at(0, update=5))
+    on_count = both(leave_at(0, update=5), stop_when(2, updates=5))
     job = train(3, with_spares(tmp_path, spares=1, mixing=mixing), [fail_at(1, update=5)], on_count=on_count)
     assert stopped_well(job, but_for=[0, 1]) and job.results[0].status == "left"
     assert ranks_in(job, "left_ranks") == [0] and ranks_in(job, "joined_ranks") == [2]

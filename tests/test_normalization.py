@@ -275,7 +275,7 @@ def train_far(folder: Path, kind: str, resume: Path | None = None, steps: int = 
     )
     ranks = 2 if resume is None else 3
     request = Request(config, UserCode(Far), resume=resume)
-    return Trained(config, run_ranks(ranks, lambda comm: run_rank(comm, request, comm.interrupt)))
+    return Trained(config, run_ranks(ranks, lambda comm: run_rank(comm, request)))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def train(
     request = Request(config, UserCode(make_env, make_network), callbacks, **options)
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, request, comm.interrupt)
+        return run_rank(comm, request)
 
     return run_ranks(ranks, main)
 
@@ -132,7 +132,7 @@ def test_one_rank_alone_may_have_a_callback(tmp_path: Path) -> None:
 
     def main(comm: MemoryCommunicator) -> Result:
         callbacks = Callbacks(on_update=(lambda moment: moment.updates < 5) if comm.rank == 0 else None)
-        return run_rank(comm, Request(config, callbacks=callbacks), comm.interrupt)
+        return run_rank(comm, Request(config, callbacks=callbacks))
 
     assert [result.stopped_early for result in run_ranks(2, main)] == ["on_update of rank 0 returned False"] * 2
 
@@ -151,7 +151,7 @@ def test_the_last_callback_of_a_rank_that_leaves_does_not_end_training(tmp_path:
             return False
 
         callbacks = Callbacks(on_update=leave, on_interval=end) if comm.rank == 1 else Callbacks()
-        return run_rank(comm, Request(config, callbacks=callbacks), comm.interrupt)
+        return run_rank(comm, Request(config, callbacks=callbacks))
 
     first, second = run_ranks(2, main)
     assert second.status == "left" and asked == [1]
@@ -201,7 +201,7 @@ def test_a_training_ends_with_an_evaluation_on_the_cores_that_it_may_use(
     after: list[set[int]] = []  # of each rank, whose thread is the one that was on those cores
 
     def main(comm: MemoryCommunicator) -> Result:
-        result = run_rank(comm, Request(config, conclude=look), comm.interrupt)
+        result = run_rank(comm, Request(config, conclude=look))
         after.append(os.sched_getaffinity(0))
         return result
 
@@ -217,7 +217,7 @@ def test_a_training_ends_with_an_evaluation_on_the_cores_that_it_may_use(
 @pytest.mark.parametrize("failed", ["evaluation", "learning curve"])
 def test_what_an_earlier_start_left_is_not_given_back_as_new(tmp_path: Path, failed: str) -> None:
     config = replace(configure(tmp_path, steps=200), evaluation=EvaluationConfig(episodes=3, num_envs=1))
-    results = run_ranks(2, lambda comm: run_rank(comm, Request(config, conclude=conclude), comm.interrupt))
+    results = run_ranks(2, lambda comm: run_rank(comm, Request(config, conclude=conclude)))
     first, other = sorted(results, key=lambda result: not result.leads)
     record = json.loads((first.run / "run.json").read_text())
     record["segments"][-1]["conclusion"][failed] = "failed"
@@ -230,7 +230,7 @@ def test_what_an_earlier_start_left_is_not_given_back_as_new(tmp_path: Path, fai
 
 def test_an_evaluation_that_is_left_out_was_not_done(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config = replace(configure(tmp_path, steps=200), evaluation=EvaluationConfig(episodes=0))
-    (result,) = run_ranks(1, lambda comm: run_rank(comm, Request(config, conclude=conclude), comm.interrupt))
+    (result,) = run_ranks(1, lambda comm: run_rank(comm, Request(config, conclude=conclude)))
     assert result.evaluation is None and result.outcomes == {"learning curve": "done"}
     assert "evaluation: left out ('evaluation.episodes' is 0)" in capsys.readouterr().out
 
@@ -247,7 +247,7 @@ def test_an_evaluation_leaves_as_many_threads_as_there_were(tmp_path: Path) -> N
     left: list[int] = []
     before = torch.get_num_threads()
     try:
-        run_ranks(1, lambda comm: run_rank(comm, Request(config, conclude=conclude_with), comm.interrupt))
+        run_ranks(1, lambda comm: run_rank(comm, Request(config, conclude=conclude_with)))
         assert left == [7]
     finally:
         torch.set_num_threads(before)
@@ -1117,7 +1117,7 @@ def test_a_worker_that_died_is_not_waited_for(worker: int, tmp_path: Path) -> No
     config = replace(config, env=replace(config.env, num_envs=2, vectorization="async"))
 
     def main(comm: MemoryCommunicator) -> Result:
-        return run_rank(comm, Request(config, UserCode(lambda: Deadly(worker))), comm.interrupt)
+        return run_rank(comm, Request(config, UserCode(lambda: Deadly(worker))))
 
     (error,) = run_ranks(1, main)
     assert isinstance(error, PalaError) and "its process has ended (status 3)" in str(error), error

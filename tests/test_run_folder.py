@@ -23,7 +23,6 @@ from pala.run.lock import join_lock, lock_folder, supervised, who_trains
 from pala.run.run import Run
 from pala.system.errors import PalaError
 from pala.system.files import write_json
-from pala.system.interrupt import Interrupt
 from support.helpers import CARTPOLE, record_of, wait_for
 from support.mpi import Launcher, ranks_in
 from support.standing_ranks import StandingRanks
@@ -389,4 +388,4 @@ def test_a_run_with_settings_that_are_gone_is_evaluated_and_not_resumed(tmp_path
     with pytest.raises(PalaError, match=rf"{what}\. .*\(commit 816108e3\)"):
         run_folder.check_trains_as_before(tmp_path)
     with pytest.raises(PalaError, match=what):
-        run_rank(Alone("here"), Request(Config(), resume=tmp_path), Interrupt())
+        run_rank(Alone("here"), Request(Config(), resume=tmp_path))

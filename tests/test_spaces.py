@@ -268,9 +268,7 @@ def test_actions_of_a_box_have_its_dtype(dtype: Any) -> None:
 def test_odd_environments_train_and_are_called_by_their_class(observations: Any, actions: Any, tmp_path: Any) -> None:
     config = configure(tmp_path, steps=60)
     config = replace(config, run=replace(config.run, name=""))
-    (result,) = run_ranks(
-        1, lambda comm: run_rank(comm, Request(config, UserCode(lambda: Odd(observations, actions))), comm.interrupt)
-    )
+    (result,) = run_ranks(1, lambda comm: run_rank(comm, Request(config, UserCode(lambda: Odd(observations, actions)))))
     assert result.status == "completed" and result.run.name.startswith("Odd-20")
     record = run_folder.read(result.run)
     assert record["segments"][0]["environment"] == record["config"]["env"]["id"] == "Odd"

@@ -32,7 +32,7 @@ from pala.testing.faults import Fault, corrupt, drop, fail_at
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
 from support.helpers import CARTPOLE, slow_but_for
-from support.memory_jobs import configure, gorila, leave_at, slow_until_joined, stop_when, train, with_spares
+from support.memory_jobs import both, configure, gorila, leave_at, slow_until_joined, stop_when, train, with_spares
 from support.standing_ranks import StandingRanks
 
 pytestmark = pytest.mark.often(
@@ -162,7 +162,7 @@ def test_a_death_is_marked(tmp_path: Path) -> None:
 
 def test_a_spare_that_takes_a_place_has_one_by_the_time_of_day(tmp_path: Path) -> None:
     config = with_spares(tmp_path, spares=1)
-    stop = stop_when(1, 2, updates=20, also=slow_until_joined(2))
+    stop = both(slow_until_joined(2), stop_when(1, 2, updates=20))
     _, timeline = trained(3, config, fail_at(0, update=5), on_count=stop)
     ranks = {rank.rank: rank for rank in timeline.ranks}
     assert ranks[1].error_s == 0 and ranks[2].error_s is None

@@ -20,24 +20,22 @@ from pala.system.interrupt import Interrupt
 from pala.system.resources import loading
 
 
-def run_rank(comm: Communicator, request: Request, interrupt: Interrupt | None = None) -> Result:
-    """Train on all ranks of `comm`, of which the last `run.spares` sleep until they are needed. Collective.
-
-    `interrupt`: in place of the process's signals.
-    """
-    return run_in(Job(comm, request.config, request.resume), request, interrupt)
+def run_rank(comm: Communicator, request: Request) -> Result:
+    """Train on all ranks of `comm`, of which the last `run.spares` sleep until they are needed. Collective."""
+    return run_in(Job(comm, request.config, request.resume), request)
 
 
-def run_in(job: Job, request: Request, interrupt: Interrupt | None = None) -> Result:
-    """Do this rank's part of a job. Collective. `interrupt`: in place of the process's signals."""
+def run_in(job: Job, request: Request) -> Result:
+    """Do this rank's part of a job. Collective."""
+    interrupt = job.comm.interrupt or Interrupt()
     if job.trainers is None:
-        with (interrupt or Interrupt()).installed() as interrupt:
+        with interrupt.installed():
             job.comm.watch_signals(interrupt)
             return _serve_as_spare(job, request, interrupt)
     with loading():
         from pala.job.start import start  # before signals are caught: until it is loaded there is nothing to keep
 
-    with (interrupt or Interrupt()).installed() as interrupt:
+    with interrupt.installed():
         job.comm.watch_signals(interrupt)
         job.trainers.watch_signals(interrupt)
         return start(job, request, interrupt)

@@ -65,7 +65,5 @@ class Request:
     """Run the code that a resumed run names though it came from elsewhere (`user_code.py`)."""
     began_s: float | None = None
     """When it was asked for, by `time.perf_counter`; None: when this process began."""
-    on_count: Callable[[int], None] | None = None
-    """Called with the number of updates of this rank, after each: where tests plant faults."""
     conclude: Conclude | None = None
     """Work of the first living rank at the very end, alone."""

@@ -123,8 +123,7 @@ class Training:
             self._call("on_interval", self._callbacks.on_interval, records)
 
         def updated(updates: int) -> None:
-            if self._request.on_count is not None:
-                self._request.on_count(updates)
+            self._comm.on_count(updates)
             self._call("on_update", self._callbacks.on_update)
 
         stop = loop.run(self._agent.first_observations, on_interval, self._keep, updated)

@@ -1,19 +1,18 @@
 """Ranks as threads of one process, with faults by script: whole trainings in a second, without MPI.
 
-A loop with `pala.Gossip` needs no more than `run_ranks`. Other trainings are told of their rank and its faults:
+A loop with `pala.Gossip` needs no more than `run_ranks`. Other trainings are given their rank:
 
     from pala.job.rank import run_rank
     from pala.job.request import Request
     from pala.testing.faults import drop, fail_at
 
     def main(comm):
-        return run_rank(comm, Request(config, on_count=comm.on_count), comm.interrupt)
+        return run_rank(comm, Request(config))
 
     results = run_ranks(4, main, faults=[fail_at(2, update=10), drop(0, 1, n=3)])
 
-Without `on_count` no fault "at an update" ever happens, without `interrupt` no signal. The others survive the death of
-a rank, as under `mpirun --with-ft ulfm`. A rank that raises something is dead, unless that is an EndError, by which it
-ends the job. No rank waits for one that has ended or returned.
+The others survive the death of a rank, as under `mpirun --with-ft ulfm`. A rank that raises something is dead, unless
+that is an EndError, by which it ends the job. No rank waits for one that has ended or returned.
 """
 
 from __future__ import annotations

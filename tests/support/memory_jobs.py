@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from signal import SIGUSR1
 from typing import Any
@@ -145,10 +146,13 @@ class Trained:
         return train(ranks, replace(self.config, total_steps=steps), resume=self.run)
 
 
+def nothing(comm: MemoryCommunicator, updates: int) -> None:
+    pass
+
+
 def train(
-    ranks: int, config: Config, faults: Iterable[Fault] = (), resume: Path | None = None,
-    on_count: OnCount = MemoryCommunicator.on_count,
-) -> Trained:  # fmt: skip
+    ranks: int, config: Config, faults: Iterable[Fault] = (), resume: Path | None = None, on_count: OnCount = nothing
+) -> Trained:
     faults, run, together = list(faults), Loop.run, Together(ranks - config.run.spares)
 
     def run_together(loop: Loop, *given: Any) -> Any:
@@ -159,9 +163,8 @@ def train(
 
     def main(comm: MemoryCommunicator) -> Result:
         with asking_as_abort_does(comm):
-            return run_rank(
-                comm, Request(config, resume=resume, on_count=lambda updates: patient(comm, updates)), comm.interrupt
-            )
+            comm.on_count = partial(patient, comm)  # type: ignore[method-assign]
+            return run_rank(comm, Request(config, resume=resume))
 
     with mock.patch.object(Loop, "run", run_together):
         return Trained(config, run_ranks(ranks, main, faults))
@@ -171,8 +174,8 @@ _AHEAD_S = 0.3
 
 
 def _slow_before(faults: list[Fault], on_count: OnCount) -> OnCount:
-    """The same, but that ranks which are ahead of what is planned to happen to another wait for it, though not long: it
-    may be waiting for them."""
+    """The same, then the faults; and ranks which are ahead of what is planned to happen to another wait for it, though
+    not long: it may be waiting for them."""
     made = dict[int, int]()
     planned = [(fault.rank, fault.update) for fault in faults if isinstance(fault, AtUpdate)]
     planned += planned_of(on_count)
@@ -180,6 +183,7 @@ def _slow_before(faults: list[Fault], on_count: OnCount) -> OnCount:
     def slow(comm: MemoryCommunicator, updates: int) -> None:
         made[comm.rank] = updates
         on_count(comm, updates)
+        MemoryCommunicator.on_count(comm, updates)
         until = time.monotonic() + _AHEAD_S
         while any(made.get(rank, 0) < update <= updates for rank, update in planned) and time.monotonic() < until:
             time.sleep(0.02)
@@ -221,7 +225,6 @@ def leave_at(*ranks: int, update: int) -> OnCount:
     """These ranks get SIGUSR2 when they have made so many updates."""
 
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if comm.rank in ranks and updates == update:
             comm.interrupt.leave_requested = True
 
@@ -238,7 +241,7 @@ def with_spares(folder: Path, spares: int, steps: int = ENDLESS, **settings: Any
     return replace(config, env=replace(config.env, id="Paced-v0"), run=replace(config.run, spares=spares))
 
 
-def stop_when(*ranks: int, updates: int, also: OnCount = MemoryCommunicator.on_count) -> OnCount:
+def stop_when(*ranks: int, updates: int) -> OnCount:
     """The job gets SIGUSR1 when these ranks have all made so many updates."""
     have_come: set[int] = set()
 
@@ -248,7 +251,7 @@ def stop_when(*ranks: int, updates: int, also: OnCount = MemoryCommunicator.on_c
             if len(have_come) == len(ranks):
                 comm.interrupt.signal = SIGUSR1
 
-    return both(also, stop)
+    return stop
 
 
 def slow_until_joined(spare: int) -> OnCount:
@@ -256,7 +259,6 @@ def slow_until_joined(spare: int) -> OnCount:
     has_joined = threading.Event()
 
     def on_count(comm: MemoryCommunicator, updates: int) -> None:
-        comm.on_count(updates)
         if comm.rank == spare:
             has_joined.set()
         elif not has_joined.is_set():
