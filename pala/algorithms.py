@@ -6,9 +6,7 @@ A row loads its algorithm when it is asked, and neither numpy nor torch before.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from pala.comm.base import Communicator
@@ -77,17 +75,11 @@ class Algorithm(abc.ABC):
         return None
 
 
-@dataclass(frozen=True)
-class _ActorCritic(Algorithm):
-    """A2C, or what plays, exchanges and is saved as it does."""
-
-    agent: str
-    """Module and class of its agents: all in which algorithms of this kind differ."""
-
+class _A2C(Algorithm):
     def method(self, config: Config) -> str:
         exchange = config.exchange
         mixing = f" ({exchange.mixing})" * (exchange.kind == "gossip")
-        return f"{config.algorithm.upper()}, exchange {exchange.kind}{mixing}"
+        return f"A2C, exchange {exchange.kind}{mixing}"
 
     def step_length(self, config: Config, models: int) -> str:
         from pala.a2c.learning_rate import ONE_LEARNER, learning_rate
@@ -107,7 +99,7 @@ class _ActorCritic(Algorithm):
     ) -> Agent[Any]:
         from pala.a2c.agent import build
 
-        return build(comm, config, envs, make_network, sleeping, resolve_name(self.agent))
+        return build(comm, config, envs, make_network, sleeping)
 
     def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
         from pala.exchange.gossip.sleeping import SleepingGossip
@@ -179,5 +171,5 @@ class _Gorila(Algorithm):
         return config.evaluation.epsilon
 
 
-ALGORITHMS: dict[str, Algorithm] = {"a2c": _ActorCritic("pala.a2c.agent:A2CAgent"), "gorila": _Gorila()}
+ALGORITHMS: dict[str, Algorithm] = {"a2c": _A2C(), "gorila": _Gorila()}
 """By `Config.algorithm`."""

@@ -34,23 +34,15 @@ from pala.system.seeding import torch_weights
 
 if TYPE_CHECKING:
     from pala.exchange.gossip.sleeping import SleepingGossip
-    from pala.networks.distributions import Distribution
     from pala.networks.own import MakeNetwork
-    from pala.networks.tape import Tape
     from pala.run.saved import Saved
 
 
 @dataclass
 class A2CAgent(Agent[ModelExchange]):
-    """An actor-learner with a model of its own. An algorithm of another update or loop makes a subclass, which differs
-    in `make_update` or `make_loop`."""
+    """An actor-learner with a model of its own."""
 
     a2c: A2C
-
-    @staticmethod
-    def make_update(distribution: Distribution, tape: Tape, flat: FlatParameters, config: Config) -> A2C:
-        """Make what computes a gradient and steps along it."""
-        return A2C(distribution, tape, flat, config.a2c)
 
     @property
     def coupling(self) -> int:
@@ -163,7 +155,6 @@ def build(
     envs: Envs,
     make_network: MakeNetwork | None = None,
     sleeping: SleepingGossip | None = None,
-    agent_class: type[A2CAgent] = A2CAgent,
 ) -> A2CAgent:
     """Build network, tape and optimiser, with the seed's first weights. `sleeping`: the sleeping gossip of a spare that
     is needed; it is then alone in `comm`. Collective."""
@@ -171,7 +162,7 @@ def build(
     device, config = device_and_precision(comm, config, envs)
     _check_memory(comm, config, envs, device)
     rank = comm.rank if sleeping is None else sleeping.rank
-    return collectively(comm, lambda: make_agent(rank, config, envs, device, make_network, agent_class))
+    return collectively(comm, lambda: make_agent(rank, config, envs, device, make_network))
 
 
 def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.device) -> None:
@@ -194,12 +185,7 @@ def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.
 
 
 def make_agent(
-    rank: int,
-    config: Config,
-    envs: Envs,
-    device: torch.device,
-    make_network: MakeNetwork | None = None,
-    agent_class: type[A2CAgent] = A2CAgent,
+    rank: int, config: Config, envs: Envs, device: torch.device, make_network: MakeNetwork | None = None
 ) -> A2CAgent:
     """Build one rank's agent, as `build` does. Not collective. Raises PalaError."""
     with torch_weights(config.seed):
@@ -208,5 +194,5 @@ def make_agent(
     check_size(flat.data)
     observations = blank_observations(envs.observation_space, envs.num_envs, device)
     tape = make_tape(network, config.network, config.a2c.rollout_steps, observations)
-    a2c = agent_class.make_update(network.distribution, tape, flat, config)
-    return agent_class(rank, config, envs, device, network, flat, a2c)
+    a2c = A2C(network.distribution, tape, flat, config.a2c)
+    return A2CAgent(rank, config, envs, device, network, flat, a2c)
