@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 
 from pala.a2c.averaging import average, average_of, check_actor_critic
 from pala.run import checkpoint, tensor_file
-from pala.run.checkpoint import load_all, load_policy, load_rank, save_policy, save_rank
+from pala.run.checkpoint import RankState, load_all, load_policy, load_rank, save_policy, save_rank
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
-from support.checkpoints import SIGNATURE, file_of, make_state, same
+from support.checkpoints import PARAMETERS, SIGNATURE, file_of, load_state, make_state, same
 
 
 def test_a_state_is_read_back_bit_for_bit(tmp_path):
     state = make_state(rank=3, ranks=5)
     state.tensors["parameters"][:4] = torch.tensor([float("nan"), float("-inf"), -0.0, 1e-45])
     save_rank(tmp_path, state)
-    assert same(load_rank(tmp_path, 3, SIGNATURE), state)
+    assert same(load_state(tmp_path, 3), state)
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0003.safetensors"]
 
 
@@ -35,7 +35,7 @@ def test_a_restored_generator_goes_on_where_it_was(tmp_path):
     state.random_states = {"actions": generator.get_state()}
     save_rank(tmp_path, state)
     expected = torch.rand(3, generator=generator)
-    generator.set_state(load_rank(tmp_path, 0, SIGNATURE).random_states["actions"])
+    generator.set_state(load_state(tmp_path).random_states["actions"])
     assert torch.rand(3, generator=generator).equal(expected)
 
 
@@ -67,7 +67,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(failing, tmp_path, monkeypatc
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     monkeypatch.undo()
     save_rank(tmp_path, make_state(fill=3.0))
-    assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 3
+    assert load_state(tmp_path).tensors["parameters"][0] == 3
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace", "open"])
@@ -100,7 +100,7 @@ def test_a_last_rename_that_fails_leaves_the_newest_checkpoint(tmp_path, monkeyp
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(OSError, match="No space left"):
         save_rank(tmp_path, make_state(fill=3.0))
-    assert failed and load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 2
+    assert failed and load_state(tmp_path).tensors["parameters"][0] == 2
     assert file_of(tmp_path).exists()
 
 
@@ -111,7 +111,7 @@ def test_a_spare_that_trained_is_found_by_the_checkpoint_before_its_last(tmp_pat
         state.counters["spares"] = 1
         save_rank(tmp_path, state)
     os.replace(file_of(tmp_path, 2), tmp_path / "rank-0002.previous.safetensors")
-    assert [state.rank for state in load_all(tmp_path, SIGNATURE)] == [0, 1, 2]
+    assert [state.rank for state in load_all(tmp_path, SIGNATURE, PARAMETERS)] == [0, 1, 2]
 
 
 def test_a_crash_at_any_rename_leaves_a_checkpoint(tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_a_crash_at_any_rename_leaves_a_checkpoint(tmp_path, monkeypatch):
             save_rank(folder, make_state(fill=2.0))
         except KeyboardInterrupt:
             monkeypatch.setattr(os, "replace", real)
-        loaded.append(float(load_rank(folder, 0, SIGNATURE).tensors["parameters"][0]))
+        loaded.append(float(load_state(folder).tensors["parameters"][0]))
         monkeypatch.undo()
     assert loaded == [1, 1, 1, 2]
 
@@ -150,7 +150,7 @@ def test_every_flipped_bit_is_noticed(tmp_path):
         file_of(tmp_path).write_bytes(data)
         data[bit // 8] ^= 1 << bit % 8
         try:
-            read = load_rank(tmp_path, 0, SIGNATURE)
+            read = load_state(tmp_path)
         except PalaError:
             refused += 1
         else:
@@ -164,11 +164,11 @@ def test_a_file_truncated_anywhere_is_refused(tmp_path):
     for kept in range(len(whole)):
         file_of(tmp_path).write_bytes(whole[:kept])
         with pytest.raises(PalaError, match=r"rank-0000.safetensors' cannot be read"):
-            load_rank(tmp_path, 0, SIGNATURE)
+            load_state(tmp_path)
     for extra in (b"\0", whole):
         file_of(tmp_path).write_bytes(whole + extra)
         with pytest.raises(PalaError, match=r"rank-0000.safetensors' cannot be read"):
-            load_rank(tmp_path, 0, SIGNATURE)
+            load_state(tmp_path)
 
 
 def test_another_ranks_file_is_refused(tmp_path, capsys):
@@ -177,16 +177,16 @@ def test_another_ranks_file_is_refused(tmp_path, capsys):
         save_rank(tmp_path, make_state(rank, 2))
     file_of(tmp_path).write_bytes(file_of(tmp_path, 1).read_bytes())
     with pytest.raises(PalaError, match=r"rank-0000.safetensors' is rank 1's of 2 ranks, not that of rank 0\."):
-        load_all(tmp_path, SIGNATURE)
+        load_all(tmp_path, SIGNATURE, PARAMETERS)
     save_rank(tmp_path, make_state(0, 3))
     with pytest.raises(PalaError, match=r"rank-0000.safetensors' is rank 0's of 3 ranks, not that of rank 0 of 2\."):
-        load_rank(tmp_path, 0, SIGNATURE, ranks=2)
+        load_state(tmp_path, ranks=2)
     with pytest.raises(PalaError, match=r"rank-0001.safetensors' is rank 1's of 2 ranks, not that of rank 1 of 3\."):
-        load_all(tmp_path, SIGNATURE)
+        load_all(tmp_path, SIGNATURE, PARAMETERS)
     for fill in (1.0, 2.0):
         save_rank(tmp_path, make_state(0, 2, fill=fill))
     file_of(tmp_path).write_bytes(file_of(tmp_path, 1).read_bytes())
-    assert load_all(tmp_path, SIGNATURE)[0].tensors["parameters"][0] == 1
+    assert load_all(tmp_path, SIGNATURE, PARAMETERS)[0].tensors["parameters"][0] == 1
     assert "is rank 1's of 2 ranks" in capsys.readouterr().err
 
 
@@ -204,7 +204,7 @@ def test_no_crash_of_the_machine_undoes_a_rename(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     save_rank(tmp_path, make_state(fill=1.0))
     assert synced == [False, True, True]  # the file, its neighbour's name, its own
-    assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 1
+    assert load_state(tmp_path).tensors["parameters"][0] == 1
 
 
 def test_the_steps_of_the_newest_checkpoints(tmp_path):
@@ -231,12 +231,12 @@ def test_the_steps_of_ranks_that_know_their_own_alone(tmp_path):
 def test_a_damaged_file_falls_back_to_the_one_before(tmp_path, capsys):
     save_rank(tmp_path, make_state(fill=1.0))
     save_rank(tmp_path, make_state(fill=2.0))
-    assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 2
+    assert load_state(tmp_path).tensors["parameters"][0] == 2
     assert capsys.readouterr().err == ""
     data = bytearray(file_of(tmp_path).read_bytes())
     data[-1] ^= 1
     file_of(tmp_path).write_bytes(data)
-    assert load_rank(tmp_path, 0, SIGNATURE).tensors["parameters"][0] == 1
+    assert load_state(tmp_path).tensors["parameters"][0] == 1
     said = capsys.readouterr().err
     assert "[rank 0]" in said
     assert "is damaged: a checksum does not fit. The one before it is used." in said
@@ -256,25 +256,25 @@ def test_a_file_that_is_renamed_while_it_is_opened_falls_back_to_the_one_before(
 
     monkeypatch.setattr(torch.UntypedStorage, "from_file", late)
     assert checkpoint.newest_segment(tmp_path) == segment
-    assert load_rank(segment, 0, SIGNATURE).tensors["parameters"][0] == 1
+    assert load_state(segment).tensors["parameters"][0] == 1
 
 
 def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
     with pytest.raises(PalaError, match=r"rank-0000.safetensors' does not exist"):
-        load_rank(tmp_path, 0, SIGNATURE)
+        load_state(tmp_path)
     save_file({"parameters": torch.zeros(3)}, file_of(tmp_path))
     with pytest.raises(PalaError, match="cannot be read"):
-        load_rank(tmp_path, 0, SIGNATURE)
+        load_state(tmp_path)
     save_policy(file_of(tmp_path), {"parameters": torch.zeros(3)}, {})
     with pytest.raises(PalaError, match="lacks"):
-        load_rank(tmp_path, 0, SIGNATURE)
+        load_state(tmp_path)
     monkeypatch.setattr(tensor_file, "_FORMAT", 99)
     save_rank(tmp_path, make_state())
     monkeypatch.undo()
     with pytest.raises(PalaError, match=r"by a newer version of PALA \(format 99; this one reads 2\): update"):
         load_policy(file_of(tmp_path))
     with pytest.raises(PalaError, match=r"rank-0000.safetensors' was written by a newer version"):
-        load_rank(tmp_path, 0, SIGNATURE)
+        load_state(tmp_path)
     monkeypatch.setattr(tensor_file, "_FORMAT", 0)
     save_rank(tmp_path, make_state())
     monkeypatch.undo()
@@ -288,7 +288,11 @@ def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
 def test_another_network_is_refused(tmp_path):
     save_rank(tmp_path, make_state())
     with pytest.raises(PalaError, match="is of another network"):
-        load_rank(tmp_path, 0, SIGNATURE - 1)
+        load_rank(tmp_path, 0, SIGNATURE - 1, None, PARAMETERS)
+
+
+def averaged(states: list[RankState], first_only: bool = False) -> RankState:
+    return average(states, lambda state: state, first_only)
 
 
 def test_average_is_the_weighted_mean_and_counts_all_steps(tmp_path):
@@ -296,16 +300,17 @@ def test_average_is_the_weighted_mean_and_counts_all_steps(tmp_path):
     states = [make_state(rank, 3, steps=100 * (rank + 1), weight=weight) for rank, weight in enumerate((0.5, 1.5, 2.0))]
     for state in states:
         save_rank(tmp_path, state)
-    result = average(load_all(tmp_path, SIGNATURE))
+    result = averaged(load_all(tmp_path, SIGNATURE, PARAMETERS))
     for name in ("parameters", "mean_square"):
         columns = zip(*(state.tensors[name].tolist() for state in states), strict=True)
         expected = [(0.5 * a + 1.5 * b + 2.0 * c) / 4.0 for a, b, c in columns]
         assert result.tensors[name].tolist() == pytest.approx(expected, abs=1e-6)
     assert result.counters["base_steps"] == 1000 + 100 + 200 + 300
     assert result.random_states == {}
-    one_by_one, number = average_of(tmp_path, SIGNATURE, 6)
+    one_by_one, number = average_of(tmp_path, SIGNATURE, PARAMETERS, first_only=False)
     assert number == 3 and same(one_by_one, result)
-    assert not any(state.tensors or state.random_states for state in load_all(tmp_path, SIGNATURE, whole=False))
+    states = load_all(tmp_path, SIGNATURE, PARAMETERS, whole=False)
+    assert not any(state.tensors or state.random_states for state in states)
 
 
 def test_of_a_lost_rank_only_the_steps_count(tmp_path):
@@ -315,26 +320,26 @@ def test_of_a_lost_rank_only_the_steps_count(tmp_path):
         state.counters["steps_by_rank"] = [state.counters["local_steps"] if r == rank else 0 for r in range(3)]
         state.counters["lost"] = [] if rank == 2 else [2]
         save_rank(tmp_path, state)
-    states = load_all(tmp_path, SIGNATURE)
+    states = load_all(tmp_path, SIGNATURE, PARAMETERS)
     assert [state.rank for state in states] == [0, 1]
-    assert average(states).counters["base_steps"] == 1000 + 100 + 200 + 300
+    assert averaged(states).counters["base_steps"] == 1000 + 100 + 200 + 300
 
 
 def test_average_leaves_out_ranks_that_are_not_finite():
     poisoned = [make_state(rank, 3, fill=float("nan")) for rank in range(3)]
     healthy = make_state(1, 3, fill=2.0, steps=100)
-    result = average([poisoned[0], healthy, poisoned[2]])
+    result = averaged([poisoned[0], healthy, poisoned[2]])
     assert (result.tensors["parameters"] == 2).all()
     assert result.counters["base_steps"] == 1000 + 10 + 100 + 10
-    assert average([poisoned[0], healthy, poisoned[2]], first_only=True).rank == 1
+    assert averaged([poisoned[0], healthy, poisoned[2]], first_only=True).rank == 1
     with pytest.raises(PalaError, match="not finite"):
-        average(poisoned)
+        averaged(poisoned)
 
 
 def test_load_all_wants_every_rank(tmp_path):
     save_rank(tmp_path, make_state(0, 2))
     with pytest.raises(PalaError, match=r"rank-0001.safetensors' does not exist"):
-        load_all(tmp_path, SIGNATURE)
+        load_all(tmp_path, SIGNATURE, PARAMETERS)
 
 
 def test_the_newest_segment_is_the_last_with_a_checkpoint(tmp_path):
@@ -375,7 +380,7 @@ def test_a_checkpoint_of_another_network_is_told_whatever_its_size(tmp_path):
     save_rank(tmp_path, make_state())
     for parameters in (5, 6, 7):
         with pytest.raises(PalaError, match="is of another network; resume with"):
-            load_rank(tmp_path, 0, SIGNATURE + 1, parameters=parameters)
+            load_rank(tmp_path, 0, SIGNATURE + 1, None, parameters)
 
 
 @pytest.mark.parametrize("length", [1, 5, 7])
@@ -384,7 +389,7 @@ def test_vectors_of_another_length_are_refused_with_momentum_too(length, tmp_pat
     state.tensors = {name: torch.zeros(length) for name in ("parameters", "mean_square", "movement")}
     save_rank(tmp_path, state)
     with pytest.raises(PalaError, match="other tensors than this run's network"):
-        check_actor_critic(load_rank(tmp_path, 0, SIGNATURE), parameters=6)
+        check_actor_critic(load_rank(tmp_path, 0, SIGNATURE, None, 7), PARAMETERS)
 
 
 def test_a_rank_that_never_saved_what_it_learned_is_left_out():
@@ -393,15 +398,15 @@ def test_a_rank_that_never_saved_what_it_learned_is_left_out():
     states[0].counters |= {"updates": 0, "time_s": 0.0}
     states[0].tensors = {name: torch.full((6,), 99.0) for name in states[0].tensors}
     for first_only in (False, True):
-        result = average(states, first_only=first_only)
+        result = averaged(states, first_only=first_only)
         assert result.tensors["parameters"].equal(states[1].tensors["parameters"])
         assert (result.rank, result.counters["updates"], result.counters["time_s"]) == (1, 7, 1.25)
     states[1].counters["updates"] = 0
-    assert not average(states).tensors["parameters"].equal(states[1].tensors["parameters"])
+    assert not averaged(states).tensors["parameters"].equal(states[1].tensors["parameters"])
 
 
 def test_states_with_and_without_momentum_are_not_averaged():
     states = [make_state(0, 2), make_state(1, 2)]
     states[0].tensors["movement"] = torch.zeros(6)
     with pytest.raises(PalaError, match="some are with momentum, some without"):
-        average(states)
+        averaged(states)

@@ -48,6 +48,7 @@ from pala.system.search_path import refuse_another_pala
 from pala.testing.memory import run_ranks
 from pala.train import parse
 from support import REPOSITORY
+from support.checkpoints import read_state
 from support.comparisons import GAME, PRESET
 from support.environments import Sparkle
 from support.helpers import contents, slow_but_for
@@ -732,7 +733,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
     train(1, configure(tmp_path, steps=40)).ended_well()
     folder = checkpoint.newest_segment(tmp_path / "r")
     for file in folder.iterdir():
-        state = checkpoint.read_rank(file)
+        state = read_state(file)
         state.tensors = {name: state.tensors["parameters"].clone() for name in ("parameters", "squares", "target")}
         checkpoint.save_rank(folder, state)
     (result,) = train(1, configure(tmp_path, steps=80), resume=tmp_path / "r").results

@@ -40,7 +40,7 @@ from pala.run import checkpoint
 from pala.run.metrics import metrics_path
 from pala.run.view import RunView
 from pala.system.errors import PalaError
-from support.checkpoints import SIGNATURE, file_of, make_state, same
+from support.checkpoints import file_of, load_state, make_state, same
 from support.comparisons import GAME, plan_of
 from support.comparisons import make_run as make_compared_run
 from support.fuzzing import TIMES, damaged, damages, fuzz
@@ -534,7 +534,7 @@ def test_a_checkpoint_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
     def check(data: bytes) -> None:
         file.write_bytes(data)
         try:
-            read = checkpoint.load_rank(tmp_path, 0, SIGNATURE)
+            read = load_state(tmp_path)
         except PalaError as error:
             assert str(file) in str(error)
             return
@@ -553,7 +553,7 @@ def test_a_damaged_checkpoint_never_hides_the_one_before(tmp_path: Path, capsys:
     @given(files(whole))
     def check(data: bytes) -> None:
         file.write_bytes(data)
-        read = checkpoint.load_rank(tmp_path, 0, SIGNATURE)
+        read = load_state(tmp_path)
         is_new = same(read, make_state(0, 2, fill=2.0))
         assert is_new or same(read, make_state(0, 2, fill=1.0))
         assert is_new != ("The one before it is used." in capsys.readouterr().err)

@@ -16,7 +16,7 @@ from pala.system.errors import PalaError
 _NEEDED = {"parameters", "mean_square"}  # of the whole network; RMSprop's mean squares
 
 
-def average_of(segment: Path, signature: int, parameters: int, first_only: bool = False) -> tuple[RankState, int]:
+def average_of(segment: Path, signature: int, parameters: int, first_only: bool) -> tuple[RankState, int]:
     """Return the `average` of the checkpoints in a folder, reading one at a time, and the number of their ranks."""
 
     def load(state: RankState) -> RankState:
@@ -29,10 +29,8 @@ def average_of(segment: Path, signature: int, parameters: int, first_only: bool 
     return average(states, load, first_only), len(states)
 
 
-def average(
-    states: list[RankState], load: Callable[[RankState], RankState] = lambda state: state, first_only: bool = False
-) -> RankState:
-    """Make one state from many, for another number of ranks. `load`: gives a state its tensors.
+def average(states: list[RankState], load: Callable[[RankState], RankState], first_only: bool) -> RankState:
+    """Make one state from many, for another number of ranks. `load`: gives a state its tensors, which it has checked.
 
     Kept: parameters, RMSprop's mean squares and momentum's mean move, averaged with the push-sum weights; all
     steps made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random
@@ -47,7 +45,6 @@ def average(
     sums: dict[str, Tensor] = {}
     weights = 0.0
     for state in map(load, trained):
-        check_actor_critic(state)
         read[state.rank] = replace(state, tensors={}, random_states={})
         if not state.tensors["parameters"].isfinite().all():
             continue
@@ -68,11 +65,11 @@ def average(
     return replace(first, tensors=tensors, counters=first.counters | joint_counters(list(read.values())))
 
 
-def check_actor_critic(state: RankState, parameters: int | None = None) -> None:
+def check_actor_critic(state: RankState, parameters: int) -> None:
     """Raise PalaError for the checkpoint of another algorithm, or of a network of another size. `parameters`: of this
-    run's network, if it is known."""
+    run's network."""
     kept = all(type(state.counters.get(number.name)) is type(number.default) for number in fields(Kept))
     if not (kept and state.tensors.keys() >= _NEEDED):
         raise PalaError(OF_ANOTHER_ALGORITHM)
-    if parameters is not None and any(len(tensor) != parameters for tensor in state.tensors.values()):
+    if any(len(tensor) != parameters for tensor in state.tensors.values()):
         raise PalaError("The checkpoints hold other tensors than this run's network has.")

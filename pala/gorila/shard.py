@@ -145,7 +145,7 @@ def _is_of_shard(state: RankState) -> bool:
     )
 
 
-def assemble(states: Sequence[RankState], parameters: int | None = None) -> ServedModel:
+def assemble(states: Sequence[RankState], parameters: int) -> ServedModel:
     """Return the model whose slices the checkpoints of a run's ranks hold.
 
     Raises PalaError if a shard is missing, or the slices are not `parameters` long together.
@@ -162,7 +162,7 @@ def assemble(states: Sequence[RankState], parameters: int | None = None) -> Serv
         )
     in_order = [saved[shard] for shard in range(num_shards)]
     found = sum(len(state.tensors["parameters"]) for state in in_order)
-    if parameters not in (None, found):
+    if found != parameters:
         raise PalaError(f"The checkpoints hold {found} parameters, but the run's network has {parameters}.")
     counters = [state.counters["gorila"] for state in in_order]
     num_targets = max(counts["num_targets"] for counts in counters)

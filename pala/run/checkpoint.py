@@ -81,9 +81,7 @@ def save_rank(folder: Path, state: RankState) -> None:
     sync_folder(folder)
 
 
-def load_rank(
-    folder: Path, rank: int, signature: int, ranks: int | None = None, parameters: int | None = None
-) -> RankState:
+def load_rank(folder: Path, rank: int, signature: int, ranks: int | None, parameters: int) -> RankState:
     """Return a rank's newest readable checkpoint, which must be of a job of `ranks` ranks; None: of any number.
 
     `parameters`: of the network. Raises PalaError if neither generation can be read.
@@ -118,7 +116,7 @@ def has_spares(folder: Path, first: RankState) -> bool:
     return any(path.exists() for rank in spares for path in _generations(folder, rank))
 
 
-def load_all(folder: Path, signature: int, parameters: int | None = None, whole: bool = True) -> list[RankState]:
+def load_all(folder: Path, signature: int, parameters: int, whole: bool = True) -> list[RankState]:
     """Return the checkpoints of all ranks of a segment, except those that died: theirs are old, and only their steps
     count. As `load_rank`. Not `whole`: without tensors, which are checked, but could take more memory together than a
     rank has in training."""
@@ -245,12 +243,12 @@ class AnotherNetworkError(PalaError):
     """A sound file, of another network: an older checkpoint would be no better."""
 
 
-def read_rank(path: Path, parameters: int | None = None, signature: int | None = None) -> RankState:
-    """Read a rank's file. `parameters` and `signature`: of the network, if it is known."""
+def read_rank(path: Path, parameters: int, signature: int) -> RankState:
+    """Read a rank's file. `parameters` and `signature`: of the network."""
     tensors, header = unpack(path)
     streams = {k.removeprefix(_STREAM): v for k, v in tensors.items() if k.startswith(_STREAM)}
     state = _state_of(path, header, {k: v for k, v in tensors.items() if not k.startswith(_STREAM)}, streams)
-    if signature not in (None, state.signature):
+    if state.signature != signature:
         raise AnotherNetworkError(
             f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
             "that it was made with, and if the network is your own and draws its buffers from torch, with its seed."
@@ -282,7 +280,7 @@ def _named(in_file: Any) -> Any:
     return {names.get(name, name): value for name, value in in_file.items()} if isinstance(in_file, dict) else in_file
 
 
-def _are_vectors(state: RankState, parameters: int | None) -> bool:
+def _are_vectors(state: RankState, parameters: int) -> bool:
     """Return whether the tensors are what `save_rank` writes: flat, alike, of the right types, no longer than the
     network."""
     flat, streams = state.tensors, state.random_states.values()
@@ -291,7 +289,7 @@ def _are_vectors(state: RankState, parameters: int | None) -> bool:
         all(tensor.dim() == 1 and tensor.dtype == torch.float32 for tensor in flat.values())
         and all(tensor.dim() == 1 and tensor.dtype == torch.uint8 for tensor in streams)
         and len(lengths) <= 1
-        and (parameters is None or all(length <= parameters for length in lengths))
+        and all(length <= parameters for length in lengths)
     )
 
 

@@ -1,21 +1,25 @@
-"""The state of a rank as a checkpoint holds it."""
+"""The state of a rank as a checkpoint holds it, and checkpoints of ranks whose network a test does not know."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from pala.gorila.shard import ServedModel, assemble
+from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 
 SIGNATURE = 2**64 - 3
+PARAMETERS = 6
 
 
 def make_state(
     rank: int = 0, ranks: int = 1, fill: float | None = None, steps: int = 0, weight: float = 1.0
 ) -> RankState:
     generator = torch.Generator().manual_seed(rank)
-    parameters = torch.randn(6, generator=generator) if fill is None else torch.full((6,), fill)
+    parameters = torch.randn(PARAMETERS, generator=generator) if fill is None else torch.full((PARAMETERS,), fill)
     counters = {
         "updates": 7, "applied": 7, "warms_up_from": 0, "spares": 0, "lost": [], "local_steps": steps,
         "time_s": 1.25, "base_steps": 1000, "round": 3, "weight": weight,
@@ -25,6 +29,21 @@ def make_state(
         rank, ranks, SIGNATURE, {"parameters": parameters, "mean_square": parameters.square()},
         {"actions": generator.get_state()[:8]}, counters,
     )  # fmt: skip
+
+
+def load_state(folder: Path, rank: int = 0, ranks: int | None = None) -> RankState:
+    """What `make_state` made."""
+    return checkpoint.load_rank(folder, rank, SIGNATURE, ranks, PARAMETERS)
+
+
+def read_state(file: Path) -> RankState:
+    """Of any network."""
+    return checkpoint.read_rank(file, 2**63, checkpoint._read_head(file).signature)
+
+
+def assembled(states: Sequence[RankState]) -> ServedModel:
+    """Of slices of any length."""
+    return assemble(states, sum(len(state.tensors["parameters"]) for state in states if state.tensors))
 
 
 def same(a: RankState, b: RankState) -> bool:

@@ -37,6 +37,7 @@ from pala.run.metrics import read_run
 from pala.system.errors import EndError
 from pala.testing.faults import AtUpdate, Fault
 from pala.testing.memory import MemoryCommunicator, run_ranks
+from support.checkpoints import read_state
 from support.helpers import Together, record_of
 
 ENVS, ROLLOUT = 5, 2  # in this form a batch of ten costs least
@@ -115,8 +116,7 @@ class Trained:
         """The ranks' newest checkpoints, or those that they began with."""
         folder = checkpoint.newest_segment(self.run)
         return [
-            checkpoint.read_rank(checkpoint.rank_path(folder, rank, previous=first))
-            for rank in range(ranks or len(self.results))
+            read_state(checkpoint.rank_path(folder, rank, previous=first)) for rank in range(ranks or len(self.results))
         ]
 
     def total(self, key: str, rank: int | None = None) -> float:

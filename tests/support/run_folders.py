@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from pala.run.checkpoint import RankState, load_policy, newest_segment, rank_path, read_rank
+from pala.run.checkpoint import RankState, load_policy, newest_segment, rank_path
 from pala.run.metrics import read_run
 from pala.system.errors import PalaError
+from support.checkpoints import read_state
 from support.helpers import record_of
 
 
@@ -54,10 +55,10 @@ def states_of(run: Path, ranks: int) -> list[RankState]:
 def _newest(folder: Path, rank: int) -> RankState:
     """A rank that saves makes its checkpoint the one before, and then puts the new one in its place."""
     with suppress(PalaError):
-        return read_rank(rank_path(folder, rank))
+        return read_state(rank_path(folder, rank))
     with suppress(PalaError):
-        return read_rank(rank_path(folder, rank, previous=True))
-    return read_rank(rank_path(folder, rank))
+        return read_state(rank_path(folder, rank, previous=True))
+    return read_state(rank_path(folder, rank))
 
 
 def parameters_of(run: Path, rank: int) -> torch.Tensor:
