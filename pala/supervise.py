@@ -53,6 +53,7 @@ from pala.system.launcher import Launch
 from pala.system.output import ANNOUNCEMENT, SUPERVISED, log, open_closed_streams
 from pala.system.search_path import refuse_another_pala
 from pala.system.tables import flatten, shown
+from pala.system.text import named
 from pala.system.waiting import nap
 from pala.train import Command, parse
 
@@ -117,9 +118,9 @@ class Arrivals:
         """Name the ranks that are not up."""
         absent = sorted(self._ranks - self._at["begun"])
         if absent:
-            return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} did not begin"
+            return f"{named(absent)} did not begin"
         waiting = sorted(self._ranks - self._at["up"])
-        return f"all ranks had begun, but {', '.join(map(str, waiting))} did not come out of MPI's start"
+        return f"all ranks had begun, but {named(waiting)} did not come out of MPI's start"
 
 
 class Supervisor:

@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pala.comm.reach import peers_of, shared_address
-from pala.system.waiting import named
+from pala.system.text import named
 from support.helpers import CARTPOLE
 from support.mpi import Launcher, assert_all_end
 from support.standing_ranks import StandingRanks
@@ -47,9 +48,14 @@ def test_whoever_tries_a_host_is_tried_by_it(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "words"),
-    [([3], "rank 3"), ([3, 5], "ranks 3, 5"), (list(range(10)), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more")],
+    [
+        ([3], "rank 3"),
+        ([3, 5], "ranks 3, 5"),
+        (range(10), "ranks 0 to 9"),
+        (range(0, 20, 2), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2 more"),
+    ],
 )
-def test_of_many_ranks_that_are_waited_for_some_are_named(ranks: list[int], words: str) -> None:
+def test_of_many_ranks_that_are_waited_for_some_are_named(ranks: Sequence[int], words: str) -> None:
     assert named(ranks) == words
 
 

@@ -482,11 +482,11 @@ def test_whom_a_long_start_waits_for_is_said(there: Path, monkeypatch: pytest.Mo
 def test_ranks_that_do_not_come_up_are_named() -> None:
     arrivals = Arrivals(3)
     assert not arrivals.read(b"pala: error: begun 1\n") and not arrivals.read(b"pala-announcement: begun x\n")
-    assert arrivals.missing() == "ranks 0, 1, 2 did not begin"
+    assert arrivals.missing() == "ranks 0 to 2 did not begin"
     assert all(arrivals.read(b"pala-announcement: begun %d\n" % rank) for rank in (0, 2))
     assert arrivals.missing() == "rank 1 did not begin"
     assert arrivals.read(b"pala-announcement: begun 1\n") and arrivals.read(b"pala-announcement: up 1\n")
-    assert arrivals.missing() == "all ranks had begun, but 0, 2 did not come out of MPI's start"
+    assert arrivals.missing() == "all ranks had begun, but ranks 0, 2 did not come out of MPI's start"
     assert not arrivals.all_up
     assert not arrivals.read(b"[1,0]<stderr>: pala-announcement: up 0\n")  # a launcher's tag
     assert arrivals.read(b"pala-announcement: up 2pala-announcement: up 2\n")
@@ -957,7 +957,7 @@ def test_a_rank_that_is_killed_before_mpi_begins_does_not_hang_the_job(any_mpi: 
     job.wait()
     assert job.status == 0 and re.search(r"is complete after \d restart", job.output), job.output
     # Rank 0, too, may be slow.
-    said = r"after 15 s \('run.start_timeout_s'\) (rank 1|ranks 0, 1) did not begin; the job is ended"
+    said = r"after 15 s \('run.start_timeout_s'\) (rank 1|ranks 0 to 1) did not begin; the job is ended"
     assert re.search(said, job.output), job.output
     assert "pala-announcement" not in job.output
 

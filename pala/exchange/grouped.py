@@ -31,10 +31,11 @@ from pala.config import ExchangeConfig
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.group_memory import GroupMemory
-from pala.exchange.groups import members_of, named
+from pala.exchange.groups import members_of
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.output import log
+from pala.system.text import named
 from pala.system.waiting import LongWait, wait_asleep
 
 _LONGEST_SLEEP_S = 5e-4

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pala.system.errors import PalaError
-from pala.system.text import counted
+from pala.system.text import counted, named
 
 _MOST_SHOWN = 8
 
@@ -45,16 +45,6 @@ def check_groups(hosts: Sequence[str], size: int | Literal["host"]) -> None:
         f"'exchange.group' is {size}, but a group lies on one host, and none has as many ranks: {shown}"
         f"{'; …' * (len(where) > _MOST_SHOWN)}. Set it to {most}, or to 'host'."
     )
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return ranks as words: 'rank 2', 'ranks 0 to 3', 'ranks 0, 2, 4'."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    more = ", …" * (len(ranks) > _MOST_SHOWN)
-    return f"ranks {', '.join(map(str, ranks[:_MOST_SHOWN]))}{more}"
 
 
 def described(groups: Sequence[int]) -> str:

@@ -9,10 +9,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_MOST_NAMED = 8
+
 
 def counted(number: int, what: str) -> str:
     """Return a number with its noun: `1 run`, `2 runs`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks in words: `rank 2`, `ranks 0 to 3`, `ranks 0, 2, 5`, and of many how many more there are."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def duration(seconds: float) -> str:

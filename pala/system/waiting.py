@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
 from pala.system.output import log
+from pala.system.text import named
 
 _PATIENCE_AFTER_SIGNAL_S = 10.0
 _NAP_S = 0.2
 _COMPLAIN_AFTER_S = 60.0
 TELL_S, SAY_S = 2.0, 20.0
-_MOST_NAMED = 8
 _AWAY_S = 5.0  # looks are milliseconds apart: after a longer gap this process was stopped, perhaps with all others
 
 
@@ -87,14 +87,6 @@ class WaitForRanks(LongWait):
             f"[rank {self._rank}] has waited {timeout_s:.0f} s at {self._where}, to which {named(missing)} did not "
             "come: all living ranks must come to it. The job ends here."
         )
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return the names of some ranks: `rank 3`, `ranks 3, 5 and 60 more`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def nap(seconds: float) -> None:

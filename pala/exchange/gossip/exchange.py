@@ -19,11 +19,11 @@ from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.messages import gossip_sizes
 from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.state import Rules
-from pala.exchange.groups import named
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import log
+from pala.system.text import named
 from pala.system.trace import Trace
 from pala.system.waiting import LongWait, wait_asleep
 
