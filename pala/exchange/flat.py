@@ -129,8 +129,8 @@ class FlatTensors:
                 raise _has_other_modules(name, {key for key in now.keys() | before if now.get(key) != before.get(key)})
 
     def is_finite(self) -> bool:
-        """Return whether the vector holds neither NaN nor infinity. A finite sum shows that in one pass."""
-        return math.isfinite(float(self.data.sum())) or bool(self.data.isfinite().all())
+        """Return whether the vector holds neither NaN nor infinity."""
+        return is_finite(self.data)
 
     def not_finite(self) -> str:
         """Return the name of a tensor for which the vector holds NaN or infinity; "" if there is none."""
@@ -173,6 +173,16 @@ def shaped(flat: Tensor, shape: torch.Size, is_channels_last: bool) -> Tensor:
     return flat.view(shape)
 
 
+def is_finite(vector: Tensor) -> bool:
+    """Return whether a vector holds neither NaN nor infinity. A finite sum shows that in one pass."""
+    return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the CRC of a tensor's bytes."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
 def signature_of(named: Sequence[tuple[str, Tensor]]) -> int:
     """Return 64 bits that are equal for tensors of the same names and shapes."""
     layout = ";".join(f"{name}:{tuple(tensor.shape)}" for name, tensor in named)
@@ -186,8 +196,8 @@ def share_tensors(comm: Communicator, tensors: Iterable[Tensor], checked: Tensor
         host = tensor.cpu().numpy()
         comm.bcast_array(host, root)
         tensor.copy_(torch.from_numpy(host))
-    checksums = comm.allgather(zlib.crc32(checked.detach().cpu().numpy().data))
-    wrong = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[root]]
+    checksums = comm.allgather(checksum(checked))
+    wrong = [rank for rank, found in enumerate(checksums) if found != checksums[root]]
     if wrong:
         raise CollectiveError(
             f"Rank {wrong[0]} began with other weights than rank {root}: its memory or link is faulty."

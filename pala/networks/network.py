@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import math
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TypeVar
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from pala.config import EnvConfig, NetworkConfig
 from pala.envs.spaces import LEAST_SIDE, Joined, image_scale, vector_size
-from pala.exchange.flat import shaped, signature_of
+from pala.exchange.flat import checksum, shaped, signature_of
 from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.moments import Moments
 from pala.system.errors import PalaError
@@ -308,7 +307,5 @@ class FlatParameters:
 
 
 def _checksum(tensor: Tensor) -> int:
-    tensor = tensor.detach().cpu()
-    if tensor.is_floating_point():
-        tensor = tensor.to(torch.bfloat16)  # what is computed may differ between processors in its last bits
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    # What is computed may differ between processors in its last bits.
+    return checksum(tensor.cpu().to(torch.bfloat16) if tensor.is_floating_point() else tensor)

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
+from pala.exchange.flat import checksum
 from pala.system.errors import PalaError, reason
 from pala.system.files import open_to_read
 
@@ -77,10 +77,7 @@ def _header(path: Path, text: str, crc: str | None) -> dict[str, Any]:
 
 
 def _crcs(tensors: dict[str, Tensor]) -> dict[str, int]:
-    return {
-        name: zlib.crc32(torch.as_tensor(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
-        for name, tensor in tensors.items()
-    }
+    return {name: checksum(tensor) for name, tensor in tensors.items()}
 
 
 def _layout(tensors: dict[str, Tensor]) -> dict[str, list[Any]]:

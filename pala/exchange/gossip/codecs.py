@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pala.config import ExchangeConfig
+from pala.exchange.flat import is_finite
 from pala.exchange.wire import NOT_FINITE, Format, Refusal
 from pala.system.blocks import in_blocks
 
@@ -160,7 +161,7 @@ class Float32(Codec):
             self._staged = values
         else:
             self._staged.copy_(values)
-        return None if _is_finite(self._staged) else NOT_FINITE
+        return None if is_finite(self._staged) else NOT_FINITE
 
     def add(self, weight: float) -> bool:
         first = self._total_weight == 0
@@ -327,7 +328,7 @@ class TopK(Codec):
         self._indices, self._values = self._read(format_, received)
         if self._indices is not None and not _rises_within(self._indices, self._sum.numel()):
             return Refusal("its indices do not rise, or name parameters that do not exist")
-        return None if _is_finite(self._values) else NOT_FINITE
+        return None if is_finite(self._values) else NOT_FINITE
 
     def _read(self, format_: Format, data: Tensor) -> tuple[Part, Tensor]:
         """Return (indices, values) as views of `data`."""
@@ -493,10 +494,6 @@ def make_codec(config: ExchangeConfig, parameters: Tensor, num_exact: int = 0) -
 def _some(indices: Tensor, values: Tensor) -> Packed:
     """Return some parameters of a model, as they travel."""
     return Packed(Format.TOP_K, (Piece(indices, torch.int32), Piece(values, torch.float32)))
-
-
-def _is_finite(values: Tensor) -> bool:
-    return math.isfinite(float(values.sum())) or bool(values.isfinite().all())
 
 
 def _rises_within(indices: Tensor, size: int) -> bool:
