@@ -4,7 +4,7 @@
     tune       which learning rate suits an environment, by a few short simulated trainings
     doctor     what would stop training here, and what to do about it
     evaluate   score a run's policy on whole games, and make a video of it
-    play       show a run's policy in a window, or as a video
+    play       show a run's policy in a window
     plot       learning curves of one or several runs
     trace      the timeline of a run: what its ranks do, and their messages
     compare    variants x games x rank counts x seeds, and a report

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import pytest
 
 import pala
@@ -26,6 +27,7 @@ from pala.doctor import facts
 from pala.doctor.watchdog import Watchdog
 from pala.evaluation import evaluate as evaluate_program
 from pala.evaluation import play as play_program
+from pala.evaluation import video
 from pala.evaluation.scoring import Acting, evaluate
 from pala.evaluation.video import record_video
 from pala.job.rank import run_rank
@@ -98,7 +100,7 @@ def resume(run: Path) -> None:
 PROGRAMS: dict[str, Callable[[Path], object]] = {
     "resume": resume,
     "evaluate": main_of(evaluate_program, "{run}", "--episodes", "1", "--trust-run"),
-    "play": main_of(play_program, "{run}", "--video", "{folder}/film.mp4", "--trust-run"),
+    "play": main_of(play_program, "{run}", "--episodes", "1", "--trust-run"),
     "plot": main_of(plot_program, "{run}"),
     "trace": main_of(trace_program, "{run}"),
     "compare": main_of(
@@ -108,6 +110,19 @@ PROGRAMS: dict[str, Callable[[Path], object]] = {
 }
 
 
+class Window:
+    """One that nobody sees."""
+
+    def __init__(self, title: str) -> None:
+        pass
+
+    def show(self, picture: np.ndarray, frames_per_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.fixture(params=PROGRAMS)
 def says(
     request: pytest.FixtureRequest, own_handlers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -115,6 +130,7 @@ def says(
     """Start a program with a run's path; the one error message by which it ends, or nothing."""
     for program in (evaluate_program, play_program):
         monkeypatch.setattr(program, "prepare", lambda threads: None)
+    monkeypatch.setattr(video, "Window", Window)
     (tmp_path / "game.toml").write_text(GAME)
     (tmp_path / "preset.toml").write_text(PRESET.replace('"game.toml"', f'"{tmp_path}/game.toml"'))
 

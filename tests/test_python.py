@@ -35,7 +35,7 @@ from pala.config.catalogue import KINDS
 from pala.config.influence import differences, unused_overrides
 from pala.envs.spaces import inputs_of
 from pala.envs.vector import make_envs
-from pala.evaluation import play
+from pala.evaluation import evaluate, play
 from pala.evaluation.policy import policy_of
 from pala.evaluation.scoring import Acting
 from pala.evaluation.video import Window, _rendered_env, filmed
@@ -1183,22 +1183,20 @@ def test_a_window_takes_the_size_of_its_pictures(monkeypatch: pytest.MonkeyPatch
     window.close()
 
 
-def test_without_pygame_or_a_display_a_sentence_names_the_video(
+def test_without_pygame_a_sentence_names_the_video(
     drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(play, "prepare", lambda threads: None)
+    for program in (evaluate, play):
+        monkeypatch.setattr(program, "prepare", lambda threads: None)
     monkeypatch.setitem(sys.modules, "pygame", None)
     monkeypatch.setattr("sys.argv", ["play", str(drawn)])
     with pytest.raises(SystemExit):
         play.main()
-    assert "`--video FILE.mp4` does without" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["play", str(drawn), "--video", str(tmp_path / "v.mp4")])
-    play.main()
-    assert "an episode of 5 steps, return 5." in capsys.readouterr().out and (tmp_path / "v.mp4").exists()
-    monkeypatch.setattr("sys.argv", ["play", str(drawn), "--video", str(tmp_path / "v.mp4"), "--episodes", "3"])
-    with pytest.raises(SystemExit):
-        play.main()
-    assert "'--episodes' is of the window" in capsys.readouterr().err
+    assert "`pala evaluate RUN --video FILE.mp4` does without" in capsys.readouterr().err
+    film = tmp_path / "v.mp4"
+    monkeypatch.setattr("sys.argv", ["evaluate", str(drawn), "--video", str(film), "--episodes", "0"])
+    evaluate.main()
+    assert "an episode of 5 steps, return 5." in capsys.readouterr().out and film.exists()
 
 
 # ---- the page and the examples ---------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """Watch a run's policy play: `pala play runs/pong-...`.
 
-    in a window, until it is closed     pala play RUN
-    one episode as a file               pala play RUN --video pong.mp4
-    the most probable actions           pala play RUN --greedy
+    until the window is closed     pala play RUN
+    the most probable actions      pala play RUN --greedy
 
-A window needs pygame (`pip install pygame-ce`) and a display. Escape closes it.
+The window needs pygame (`pip install pygame-ce`) and a display. Escape closes it. As a file:
+`pala evaluate RUN --video FILE.mp4 --episodes 0`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,14 @@ import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
-from pala.system.errors import PalaError
 from pala.system.output import print_result
 from pala.system.resources import prepare
-
-if TYPE_CHECKING:
-    from pala.evaluation.scoring import Acting
 
 _PROGRAM = "pala.play"
 _THREADS = 1  # one environment, one observation at a time
@@ -33,12 +29,10 @@ _THREADS = 1  # one environment, one observation at a time
 
 @dataclass(frozen=True)
 class Command:
-    """Watch a run's policy play, in a window or as an MP4 file."""
+    """Watch a run's policy play, in a window."""
 
     run: Annotated[Path, tyro.conf.Positional]
     """Folder of the run."""
-    video: Path | None = None
-    """Write one episode into this MP4 file, without a window."""
     episodes: int = 0
     """Episodes that the window shows; 0: until it is closed."""
     greedy: bool = False
@@ -55,24 +49,12 @@ class Command:
 def main() -> None:
     """Run `pala play`."""
     command = read_command(_PROGRAM, sys.argv[1:], Command(run=tyro.MISSING))
-    if command.video is not None and command.episodes:
-        raise PalaError("'--episodes' is of the window; '--video' writes one episode.")
     run_folder.read(command.run)  # before torch, whose loading takes seconds
     prepare(_THREADS)
     from pala.evaluation.scoring import Acting
-    from pala.evaluation.video import record_video
-
-    acting = Acting(command.greedy, command.seed, _THREADS, command.trust_run, command.best)
-    if command.video is not None:
-        print_result(record_video(command.run, command.video, acting))
-    else:
-        _watch(command, acting)
-
-
-def _watch(command: Command, acting: Acting) -> None:
-    """Show the policy in a window."""
     from pala.evaluation.video import Window, filmed, words_of
 
+    acting = Acting(command.greedy, command.seed, _THREADS, command.trust_run, command.best)
     told = 0
     with (
         contextlib.closing(Window(f"PALA  {command.run}")) as window,

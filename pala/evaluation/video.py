@@ -34,6 +34,7 @@ _MOST_VIDEO_STEPS = 20_000
 _LEAST_VIDEO_WIDTH = 320  # pixels
 _ATARI_FRAMES_PER_S = 60
 _UNSEEN = ("offscreen", "dummy")  # what SDL takes where there is no display
+_WITHOUT = "`pala evaluate RUN --video FILE.mp4` does without"
 
 
 def record_video(run: Path, file: Path, acting: Acting) -> str:
@@ -222,15 +223,13 @@ class Window:
         try:
             self._pygame: Any = importlib.import_module("pygame")
         except ImportError:
-            raise PalaError(
-                "A window needs pygame, `pip install pygame-ce`; `--video FILE.mp4` does without a window."
-            ) from None
+            raise PalaError(f"A window needs pygame, `pip install pygame-ce`; {_WITHOUT}.") from None
         try:
             self._pygame.display.init()
         except self._pygame.error as error:
-            raise PalaError(f"No window can be opened ({error}); `--video FILE.mp4` does without.") from None
+            raise PalaError(f"No window can be opened ({error}); {_WITHOUT}.") from None
         if self._pygame.display.get_driver() in _UNSEEN and "SDL_VIDEODRIVER" not in os.environ:
-            raise PalaError("No window can be opened: there is no display; `--video FILE.mp4` does without.")
+            raise PalaError(f"No window can be opened: there is no display; {_WITHOUT}.")
         self._title = title
         self._clock = self._pygame.time.Clock()
         self._screen = None
