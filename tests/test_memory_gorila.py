@@ -28,6 +28,7 @@ from pala.testing.faults import (
     signal_at,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
+from support.checkpoints import assembled
 from support.helpers import slow_among
 from support.memory_jobs import (
     ENDLESS,
