@@ -29,7 +29,7 @@ from pala.lab.compare.__main__ import Command, compare
 from pala.lab.compare.collect import Published, copies_in, fingerprint, keep, load, without_paths
 from pala.lab.compare.execute import Task, chosen
 from pala.lab.compare.measures import Comparison
-from pala.lab.compare.notes import notes
+from pala.lab.compare.notes import not_begun, notes
 from pala.lab.compare.plan import Cell, Plan, Planned, options
 from pala.report.runs import ARCHIVE, published
 from pala.run import run_folder
@@ -485,6 +485,15 @@ def test_a_run_of_the_wrong_number_of_ranks_is_not_called_complete(
     assert compare(Command(Path("preset.toml"), dry_run=True, only=(planned.cell.variant,))) == []
     said = capsys.readouterr()
     assert "last ran with 3 ranks, not 1" in said.err and "Nothing is missing" not in said.out
+
+
+def test_missing_runs_are_named_by_their_seeds(there: Path) -> None:
+    plan = plan_of(PRESET.replace("seeds = [1, 2]", "seeds = [1, 2, 5]"))
+    here = [SimpleNamespace(cell=run.cell, seed=2) for run in plan.runs if run.cell.variant == "none"]
+    (said,) = not_begun(plan, here)  # type: ignore[arg-type]
+    assert "none Pole, 1 rank, seeds 1, 5" in said and "gossip Pole, 1 rank, seeds 1, 2, 5" in said
+    (said,) = not_begun(plan_of(PRESET.replace("seeds = [1, 2]", "seeds = [3]")), [])
+    assert "none Pole, 1 rank, seed 3" in said
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 from pala.evaluation.record import action_words
 from pala.lab.compare.measures import Comparison, Run
-from pala.lab.compare.plan import Plan
+from pala.lab.compare.plan import Cell, Plan
 from pala.system.text import counted
 
 _FEW_RUNS = 10
@@ -88,7 +88,11 @@ def not_begun(plan: Plan, runs: Sequence[Run]) -> list[str]:
     """Return a sentence, or none, that names what the preset asks for and is not there: runs that it makes, and
     variants without any run whose runs are all made elsewhere."""
     there = {(run.cell, run.seed) for run in runs}
-    absent = [str(run) for run in plan.runs if (run.cell, run.config.seed) not in there]
+    seeds: dict[Cell, list[int]] = {}
+    for run in plan.runs:
+        if (run.cell, run.config.seed) not in there:
+            seeds.setdefault(run.cell, []).append(run.config.seed)
+    absent = [f"{cell}, seed{'s' * (len(of) > 1)} {', '.join(map(str, of))}" for cell, of in seeds.items()]
     cells = [*(run.cell for run in plan.runs), *(run.cell for run in runs), *plan.left_out]
     named = {cell.variant for cell in cells}
     absent += [f"any run of {variant}" for variant in plan.preset.variants if variant not in named]
