@@ -122,17 +122,17 @@ def test_gorilas_commands(any_mpi: Launcher, tmp_path: Path) -> None:
 
 
 def test_the_schedules(any_mpi: Launcher) -> None:
-    (command,) = commands(RUNNING, "python tests/explorer check")
-    assert "20 schedules held" in run(command.replace("2000", "20"), any_mpi)
+    (command,) = commands(REPOSITORY / "CONTRIBUTING.md", "python tests/explorer check")
+    assert "20 schedules held" in run(command.replace("10000", "20"), any_mpi)
 
 
-def test_scripts_of_pages(any_mpi: Launcher, tmp_path: Path) -> None:
-    """That of the README, and that of the page of presets with a factory of the user's own, by plain `python`."""
-    (tmp_path / "my_preset.toml").write_text("total_steps = 3000\n[env]\nnum_envs = 4\n[run]\nname = 'r'\n")
-    (tmp_path / "script.py").write_text(python_block(README).replace("200_000", "2_000") + python_block(PRESETS))
+def test_the_readmes_script(any_mpi: Launcher, tmp_path: Path) -> None:
+    """By plain `python`; those of docs/python.md are in test_python.py."""
+    (tmp_path / "script.py").write_text(python_block(README).replace("200_000", "2_000"))
     job = any_mpi.start_command([str(any_mpi.folder / "python"), "script.py"], cwd=tmp_path).wait()
     assert job.status == 0 and "mean return" in job.output, job.output
-    assert record_of(tmp_path / "runs" / "r")["completed"]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert record_of(run)["completed"]
 
 
 def test_every_preset_that_the_pages_name_exists() -> None:

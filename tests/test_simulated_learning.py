@@ -53,7 +53,7 @@ def test_environments_that_are_processes_end_with_the_training(method: str) -> N
     before = set(multiprocessing.active_children())
     env = dataclasses.replace(CONFIG.env, vectorization="async", num_envs=2)
     learn(method, dataclasses.replace(CONFIG, env=env, total_steps=100), Conditions(ranks=2))
-    assert set(multiprocessing.active_children()) == before
+    assert set(multiprocessing.active_children()) <= before  # those of other tests may have ended meanwhile
 
 
 def test_another_seed_gives_another_training() -> None:
