@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import random
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -40,8 +41,12 @@ def read(file: Path) -> Scores:
 def ratios(scores: Scores, upper: str, lower: str) -> dict[str, list[float]]:
     """Return, for each game, the ratio of every seed that both variants have."""
     found: dict[str, list[float]] = {}
-    for (game, _), of in scores.items():
+    for (game, seed), of in scores.items():
         if {upper, lower} <= {*of}:
+            if min(of[upper], of[lower]) <= 0:
+                sys.exit(
+                    f"{game}, seed {seed}: a run learned nothing ({of}), so there is no ratio; give counts instead."
+                )
             found.setdefault(game, []).append(of[upper] / of[lower])
     return found
 
