@@ -12,4 +12,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 use_environment openmpi
 # An environment that holds a copy of PALA may have one of another state of the checkout.
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
-exec python -m pala.supervise --or-preset quickstart "$@"
+exec python -m pala.supervise "${@:-quickstart}"

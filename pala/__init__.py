@@ -26,7 +26,6 @@ import pala.system.dependencies  # noqa: F401  before what needs them
 # isort: split
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -101,11 +100,10 @@ def fit(
     others continue without it.
     """
     from pala.comm.agreement import collectively
-    from pala.comm.mpi_process import has_started_mpi, leave_job, note_spares
+    from pala.comm.mpi_process import leave_job, note_spares
     from pala.job import entry
     from pala.job.request import Request
 
-    began_s = time.perf_counter() if has_started_mpi() else None
     with entry.script() as comm:
         callbacks = Callbacks(on_update, on_interval)
         collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
@@ -119,7 +117,6 @@ def fit(
             Path(resume) if resume is not None else None,
             facts=entry.facts(),
             trust_run=trust_run,
-            began_s=began_s,
             conclude=entry.evaluate_and_draw,
         )
         with _with_random_numbers_of_its_own():

@@ -26,7 +26,7 @@ import sys
 
 import pala
 from pala.system.interrupt import note_leave
-from pala.system.output import open_closed_streams
+from pala.system.output import open_closed_streams, print_result
 
 PROGRAMS = (
     "train",
@@ -54,10 +54,10 @@ def main() -> None:
     if name == "train":
         note_leave()
     if name in ("", "-h", "--help"):
-        print(__doc__)
+        print_result(__doc__)
         return
     if name == "--version":
-        print(f"pala {pala.__version__}")
+        print_result(f"pala {pala.__version__}")
         return
     if name not in PROGRAMS:
         from pala.system.errors import nearest
@@ -75,7 +75,7 @@ def main() -> None:
 
 def _starts_ranks(arguments: list[str]) -> bool:
     """Return whether `pala train` is to start mpirun by itself: an option says on how many ranks, or where."""
-    return any(re.sub(r"^(-np?)\d+$", r"\1", argument).split("=")[0] in _OF_RANKS for argument in arguments)
+    return any(re.sub(r"^-n\d+$", "-n", argument).split("=")[0] in _OF_RANKS for argument in arguments)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from pala.run.lock import SupervisedError, supervised, who_trains
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
 from pala.system.interrupt import LEAVE, hangup
-from pala.system.jobs import MpiJob, environment_of_jobs
+from pala.system.jobs import MpiJob, command_of, environment_of_jobs
 from pala.system.launcher import Launch
 from pala.system.output import ANNOUNCEMENT, SUPERVISED, log, open_closed_streams
 from pala.system.search_path import refuse_another_pala
@@ -115,11 +115,13 @@ class Arrivals:
         return bool(_ANNOUNCED.search(text)) and not _ANNOUNCED.sub("", text).strip()
 
     def missing(self) -> str:
-        """Name the ranks that are not up."""
+        """Name the ranks that are not up; empty if all are."""
         absent = sorted(self._ranks - self._at["begun"])
         if absent:
             return f"{named(absent)} did not begin"
         waiting = sorted(self._ranks - self._at["up"])
+        if not waiting:
+            return ""
         return f"all ranks had begun, but {named(waiting)} did not come out of MPI's start"
 
 
@@ -133,15 +135,14 @@ class Supervisor:
         self.pause_s = options.pause_s
         self.hosts = read_hosts(options.host, options.hostfile)
         slots = sum(host.slots for host in self.hosts)
-        given, (arguments, command) = arguments, with_default(options.or_preset, arguments)
-        by_default = arguments != given  # the preset
+        command = parse(arguments)
         if options.go_on and (begun := _begun(command)) is not None:  # its ranks and spares are the usual ones
             spares = command.config.run.spares  # as asked for: a restart may have had fewer
             arguments = ["--resume", str(begun), *without_preset(arguments, command.preset)]
             if spares and not any(argument.startswith("--run.spares") for argument in arguments):
                 arguments += ["--run.spares", str(spares)]
             asked, command = command, parse(arguments)
-            if asked.preset is not None and not by_default:
+            if asked.preset is not None:
                 _tell_of_other_settings(asked, command)
         self._spares = spares = command.config.run.spares
         self.ranks = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
@@ -311,10 +312,12 @@ class Supervisor:
         latest_s = time.monotonic() + self.start_timeout_s
         say_s = time.monotonic() + _SAY_WHO_S
         while not arrivals.all_up and job.wait(_ARRIVAL_S) is None:
+            if not (missing := arrivals.missing()):  # the last came up meanwhile
+                break
             is_late = time.monotonic() > latest_s
             if time.monotonic() > say_s and not is_late:
                 say_s += 2 * _SAY_WHO_S
-                self._say(f"the job still starts: so far {arrivals.missing()}.")
+                self._say(f"the job still starts: so far {missing}.")
             if self._signal is None and not is_late:
                 continue
             if run_folder.num_segments(self.run) > segments:
@@ -322,7 +325,7 @@ class Supervisor:
             if self._signal is None:
                 arrivals.late = True
                 self._say(
-                    f"after {self.start_timeout_s:g} s ('run.start_timeout_s') {arrivals.missing()}; the job is ended. "
+                    f"after {self.start_timeout_s:g} s ('run.start_timeout_s') {missing}; the job is ended. "
                     "Look above for what these ranks or their hosts said, or run `pala doctor` in the same "
                     "way."
                 )
@@ -500,11 +503,8 @@ class Supervisor:
 
 def survivable(mpirun: str) -> list[str]:
     """Return the command, with the option by which the job outlives its ranks (ULFM) where there is one. The program
-    that is asked is the one that a job starts."""
-    try:
-        command = shlex.split(mpirun)
-    except ValueError as error:
-        raise PalaError(f"'--mpirun {mpirun}' cannot be read: {error}.") from None
+    that is asked is the one that a job starts. Raises PalaError if it cannot be run."""
+    command = command_of(mpirun)
     try:
         version = subprocess.run(
             [*command, "--version"], env=environment_of_jobs(), capture_output=True, text=True, check=False
@@ -543,18 +543,6 @@ def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
     if (host is not None or hostfile) and not all(hosts.values() or [0]):
         raise PalaError(f"In {source} there is no host, or one that takes no rank.")
     return [Host(name, slots) for name, slots in hosts.items()]
-
-
-def with_default(preset: str | None, arguments: list[str]) -> tuple[list[str], Command]:
-    """Return the arguments of `pala.train`, with a preset if they bring no settings, and what they mean.
-
-    Raises PalaError, of what was typed alone."""
-    command = parse(arguments)
-    brings_settings = any(argument.startswith(("--env.id", "--algorithm")) for argument in arguments)
-    if preset is None or command.preset or command.resume or brings_settings:
-        return arguments, command
-    arguments = [preset, *arguments]
-    return arguments, parse(arguments)
 
 
 def _begun(command: Command) -> Path | None:
@@ -632,7 +620,6 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--continue", dest="go_on", action="store_true", help=going_on)
     parser.add_argument("--restarts", type=int, default=0, help="the most restarts (%(default)s)")
     parser.add_argument("--pause-s", type=float, default=5.0, help="seconds before the first; it doubles (%(default)s)")
-    parser.add_argument("--or-preset", metavar="PRESET", help="where no preset, run, --env.id or --algorithm is given")
     parser.add_argument("-h", "--help", action="store_true", help="show this")
     parser.add_argument("--mpirun", default="mpirun", help="the program with its options, in quotes (%(default)s)")
     options, others = parser.parse_known_args(arguments)

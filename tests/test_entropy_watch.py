@@ -53,7 +53,7 @@ def test_a_short_run_says_it_and_one_that_continues_does_not(
     metrics_path(tmp_path, 0).parent.mkdir()
     writer = MetricsWriter(metrics_path(tmp_path, 0), 0)
     for steps in (15_000, 70_000, 95_000):
-        writer.write([{"type": "interval", "time_s": steps / 1000, "local_steps": steps, "entropy": 0.693}])
+        writer.write([{"type": "interval", "time_s": steps / 1000, "global_steps": steps, "entropy": 0.693}])
         reporter.report(steps)
     captured = capsys.readouterr()
     assert (captured.out + captured.err).count("nothing has been learned") == says

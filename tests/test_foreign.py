@@ -816,12 +816,13 @@ def test_a_damaged_record_is_told(fault: str, run: Path, says: Callable[[Path], 
 LINES = {
     "list": "[1, 2]", "number": "7", "null": "null", "text": '"x"', "nested": nested(100_000), "empty": "{}",
     "no type": '{"time_s": 1}', "strange type": '{"type": [1], "time_s": 1}', "no time": '{"type": "interval"}',
-    "late": '{"type": "interval", "time_s": NaN}', "huge": json.dumps(EPISODE | {"return": 10**400}),
+    "no steps": '{"type": "interval", "time_s": 1, "consensus_distance": 0.5}',
+    "late": '{"type": "interval", "time_s": NaN, "global_steps": 1}', "huge": json.dumps(EPISODE | {"return": 10**400}),
     "no return": '{"type": "episode", "time_s": 1, "global_steps": 1}',
-    "text for a number": '{"type": "interval", "time_s": 1, "consensus_distance": "far"}',
-    "half of a sketch": '{"type": "interval", "time_s": 1, "own_movement": [1.0]}',
-    "unlike sketches": '{"type": "interval", "time_s": 1, "own_movement": [1.0], "movement": [1.0, 2.0]}',
-    "list for a number": '{"type": "interval", "time_s": 1, "mixes": [1]}', "bytes": "\udcff\udcfe{",
+    "text for a number": '{"type": "interval", "time_s": 1, "global_steps": 1, "consensus_distance": "far"}',
+    "half of a sketch": '{"type": "interval", "time_s": 1, "global_steps": 1, "own_movement": [1.0]}',
+    "unlike sketches": '{"type": "interval", "time_s": 1, "global_steps": 1, "own_movement": [1], "movement": [1, 2]}',
+    "list for a number": '{"type": "interval", "time_s": 1, "global_steps": 1, "mixes": [1]}', "bytes": "\udcff\udcfe{",
 }  # fmt: skip
 
 

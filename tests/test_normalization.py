@@ -28,6 +28,7 @@ from pala.networks.tape import AutogradTape
 from pala.run.hooks import UserCode
 from pala.system.errors import PalaError
 from support.memory_jobs import ENVS, Trained, configure, run_ranks
+from support.run_folders import total
 
 CPU = torch.device("cpu")
 BOTH = EnvConfig(normalize_observations=True, normalize_rewards=True)
@@ -295,7 +296,8 @@ def test_ranks_agree_on_the_moments(kind: str, exchange: dict[str, str], tmp_pat
     if kind == "allreduce":
         assert states[0].equal(states[1])
     if exchange.get("compression") == "bfloat16":  # header and counters; 8 moments exact, the others in two bytes
-        assert trained.segment["message_bytes"] == 128 + 8 * 4 + (len(states[0]) - 8) * 2
+        model_bytes = 128 + 8 * 4 + (len(states[0]) - 8) * 2
+        assert total(tmp_path / "runs/r", "bytes_sent") == total(tmp_path / "runs/r", "models_sent") * model_bytes
     policy = trained.policy
     moments = {name.split(".")[-1]: policy[name] for name in policy if name.startswith("observation_moments")}
     for of in (moments["mean"], *(state[-8:-6] for state in states)):  # mean, variance, count; the same of returns

@@ -14,7 +14,6 @@ import shutil
 import statistics
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -116,10 +115,9 @@ def test_a_callback_that_returns_false_stops_all_ranks(kind: str, callback: str,
         return False if moment.rank == 1 and moment.local_steps >= 100 and both_were_asked else None
 
     results = train(2, config, Callbacks(**{callback: enough}))
-    why = f"{callback} of rank 1 returned False"
-    assert [(r.status, r.stopped_early, r.exit_status) for r in results] == [("completed", why, 0)] * 2
+    assert [(r.status, r.stopped_early, r.exit_status) for r in results] == [("completed", True, 0)] * 2
     record = record_of(tmp_path / "r")
-    assert record["completed"] and record["segments"][0]["stopped_early"] == why
+    assert record["completed"] and record["segments"][0]["stopped_early"] is True
     assert record["segments"][0]["global_steps"] == results[0].global_steps < 10**8
     intervals = [moment.records[-1]["type"] for moment in moments if moment.records]
     assert intervals == (["interval"] * len(moments) if callback == "on_interval" else [])
@@ -134,7 +132,7 @@ def test_one_rank_alone_may_have_a_callback(tmp_path: Path) -> None:
         callbacks = Callbacks(on_update=(lambda moment: moment.updates < 5) if comm.rank == 0 else None)
         return run_rank(comm, Request(config, callbacks=callbacks))
 
-    assert [result.stopped_early for result in run_ranks(2, main)] == ["on_update of rank 0 returned False"] * 2
+    assert [result.stopped_early for result in run_ranks(2, main)] == [True, True]
 
 
 def test_the_last_callback_of_a_rank_that_leaves_does_not_end_training(tmp_path: Path) -> None:
@@ -768,18 +766,6 @@ def _with_heads(heads: nn.Module) -> nn.Module:
     made = nn.Module()
     made.trunk, made.heads = nn.Linear(4, 8), heads
     return made
-
-
-def test_a_later_training_of_a_script_counts_its_own_seconds(tmp_path: Path) -> None:
-    """To its first step; the first one counts from the start of the process."""
-    seconds = {}
-    for name in ("first", "later"):
-        begin_s = time.perf_counter()
-        config = configure(tmp_path / name, steps=100)
-        train(1, config, began_s=begin_s if name == "later" else None)
-        within_s = time.perf_counter() - begin_s
-        seconds[name] = record_of(tmp_path / name / "r")["segments"][0]["seconds_to_first_step"] - within_s
-    assert seconds["later"] < 0.01 < seconds["first"]  # the process has imported torch before
 
 
 def masked(space: gymnasium.Space, num_outputs: tuple[int, ...], value: float = 0.0) -> nn.Module:

@@ -19,7 +19,7 @@ from pala.config import Config, RunConfig, to_table
 from pala.job.rank import run_rank
 from pala.job.request import Request
 from pala.run import provenance, run_folder
-from pala.run.lock import join_lock, lock_folder, supervised, who_trains
+from pala.run.lock import check_identity, join_lock, lock_folder, lock_identity, supervised, who_trains
 from pala.run.run import Run
 from pala.system.errors import PalaError
 from pala.system.files import write_json
@@ -84,6 +84,8 @@ def test_a_folder_of_runs_that_is_a_link_to_nothing_is_told(name: str, tmp_path:
 def test_a_lock_that_cannot_be_looked_at_does_not_say_that_a_job_is_over(tmp_path: Path, monkeypatch) -> None:
     run = run_folder.create(Config(run=RunConfig(dir=str(tmp_path), name="r")), "pong")
     run_folder.RunRecord.begin(run, Config(), {})
+    assert not run_folder.is_over(run, 0, was_locked=True)  # whose lock was deleted
+    lock_folder(run).close()
     assert run_folder.is_over(run, 0, was_locked=True) and not run_folder.is_over(run, 0)
 
     def fail(*_: object) -> None:
@@ -123,6 +125,15 @@ def test_a_refused_job_changes_nothing(tmp_path: Path) -> None:
     assert (tmp_path / ".lock").read_bytes() == before
     join_lock(tmp_path).close()
     first.close()
+
+
+def test_who_only_asks_makes_no_lock(tmp_path: Path) -> None:
+    """A job whose lock was deleted would take a second one for another job's, and end."""
+    kept = lock_folder(tmp_path)
+    (tmp_path / ".lock").unlink()
+    assert who_trains(tmp_path) is None
+    check_identity(tmp_path, lock_identity(kept))
+    kept.close()
 
 
 def test_a_killed_process_keeps_no_lock(tmp_path: Path) -> None:
@@ -228,7 +239,7 @@ def no_locks(*_: object) -> None:
 
 
 def test_a_host_that_does_not_see_the_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(PalaError, match=r"cannot use run folder .* \(No such file or directory\)\. All hosts need one"):
+    with pytest.raises(PalaError, match=r"cannot use run folder .* \(No such file or directory .*\)\. All hosts need"):
         join_lock(tmp_path / "elsewhere")
 
 
@@ -301,24 +312,20 @@ def test_the_commit_of_the_project_that_uses_pala_is_recorded(tmp_path: Path, mo
     assert not [key for key in provenance.provenance() if key.startswith("project")]
 
 
-def test_a_record_that_could_not_be_written_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a run is not complete, and has failed, when its completion could not be written."""
+def test_a_completion_that_could_not_be_written_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "metrics").mkdir()
     config = Config(run=RunConfig(console="none", tensorboard=False))
     run = Run(tmp_path, tmp_path / "segment-000", None, config, 0, ["here"])
     run.start_record(Alone("here"), {})
-    run.note_later(message_bytes=7)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "write_json", full)
-        run.report(0)
+        run.saved()  # only reported
         with pytest.raises(OSError, match="No space left") as caught:
             run.end("completed")
-    run.report(0)
-    assert record_of(tmp_path)["segments"][0]["message_bytes"] == 7
     run.fail(caught.value)
     record = record_of(tmp_path)
     assert record["segments"][0]["status"] == "failed" and not record["completed"]

@@ -33,7 +33,7 @@ from pala.system.resources import usable_cores
 def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     """Evaluate the final policy, draw the learning curve, and say where everything is. The exit status is 128 + the
     signal if one interrupted that, also one that came before it began; else that of the result."""
-    early = f" ({result.stopped_early})" if result.stopped_early else ""
+    early = " (a callback returned False)" * result.stopped_early
     print_result(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
         print_result(f"      continue with: {_going_on(result.run, config)}")

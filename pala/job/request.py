@@ -27,8 +27,8 @@ class Result:
     signal: int | None  # number of the signal that stopped it
     leads: bool  # True on the lowest rank that lives
     exit_status: int  # for this rank's process
-    stopped_early: str = ""
-    """The callback that ended training before its budget was met, as `run.json` names it; "" if none did."""
+    stopped_early: bool = False
+    """True if a callback ended training before its budget was met."""
     evaluation: Evaluation | None = None
     """The final policy's; None if it was left out ('evaluation.episodes' is 0) or could not be made, which the console
     and run.json say, and of a run that a signal stopped."""
@@ -49,7 +49,7 @@ Conclude = Callable[[Result, Config, Interrupt], Result]
 
 @dataclass(frozen=True)
 class Request:
-    """One training, as it is asked for: the same on all ranks except for `facts`."""
+    """One training, as it is asked for: the same on all ranks except for `callbacks` and `facts`."""
 
     config: Config
     code: UserCode = NO_CODE
@@ -63,7 +63,5 @@ class Request:
     """For run.json, from the first rank."""
     trust_run: bool = False
     """Run the code that a resumed run names though it came from elsewhere (`user_code.py`)."""
-    began_s: float | None = None
-    """When it was asked for, by `time.perf_counter`; None: when this process began."""
     conclude: Conclude | None = None
     """Work of the first living rank at the very end, alone."""

@@ -24,7 +24,7 @@ from pala.exchange.budget import Stop
 from pala.job.job import Job
 from pala.job.request import Conclude, Request, Result
 from pala.run.agent import Agent
-from pala.run.hooks import Callback, Callbacks, Moment, asks_to_stop
+from pala.run.hooks import Callback, Moment, asks_to_stop
 from pala.run.loop import Loop
 from pala.run.metrics import Record
 from pala.run.run import Run
@@ -32,7 +32,6 @@ from pala.run.run_folder import BEST_POLICY
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, reason
 from pala.system.interrupt import LEAVE, Interrupt
-from pala.system.launcher import process_age_s
 from pala.system.output import log
 from pala.system.resources import on_cores
 from pala.system.trace import traced
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from pala.run.best_policy import BestPolicy
 
 _LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
-_CALLBACKS = ("", *Callbacks._fields)
 
 
 @contextmanager
@@ -73,8 +71,6 @@ class Training:
         self._best: BestPolicy | None = None  # from the first checkpoint on
         self._began_with = replace(agent.counters)
         self._stop = Stop.NONE  # why training ends: as this rank has it, after `_close` as all have agreed
-        self._asked_to_stop = ""  # by which of the callbacks
-        self._stopped_early = ""  # whose callback ended training, in words
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
         self._final: Tensor | None = None
@@ -94,7 +90,7 @@ class Training:
             with traced(trace, "close"):
                 self._close()
                 self._run.report(self._exchange.global_steps)
-            completed: tuple[Callable[[], None], ...] = (self._agree, self._average, self._export)
+            completed: tuple[Callable[[], None], ...] = (self._check_learned, self._average, self._export)
             for phase in completed if self._stop.completes else (self._save_once_more,):
                 with traced(trace, phase.__name__.strip("_")):
                     phase()
@@ -106,10 +102,6 @@ class Training:
     def _train(self, loop: Loop) -> Stop:
         """Train until the end, and save. Returns why it ended here."""
         run, exchange = self._run, self._exchange
-        began_s = self._request.began_s
-        first_step_s = round(process_age_s() if began_s is None else time.perf_counter() - began_s, 2)
-        run.note_later(message_bytes=exchange.message_bytes, seconds_to_first_step=first_step_s)
-
         self._job.notes.end()
 
         def on_interval(records: list[Record]) -> None:
@@ -186,7 +178,6 @@ class Training:
         has_left = rank in exchange.left  # then these are its last records, and the others continue
         if asks_to_stop(callback(moment)) and exchange.stop is Stop.NONE and not has_left:
             self._say(f"'{name}' returned False: training ends on all ranks.")
-            self._asked_to_stop = name
             exchange.stop_now(Stop.CALLBACK)
 
     def _lead_if_first(self) -> bool:
@@ -247,12 +238,6 @@ class Training:
         """Close the exchange: nothing is in flight any more, and all agree on why training ended."""
         self._stop = self._exchange.close(self._patience_s())
 
-    def _agree(self) -> None:
-        """Agree on whose callback ended training, and on whether anything was learned."""
-        if self._stop is Stop.CALLBACK:
-            self._stopped_early = self._who_stopped()
-        self._check_learned()
-
     def _average(self) -> None:
         """Average the parameters of the ranks that live."""
         self._final = self._exchange.final_parameters(self._patience_s())
@@ -272,8 +257,7 @@ class Training:
             steps = self._exchange.global_steps
             run.lead(self._exchange, survivors.members, agent.counters.time_s)
             agent.export(run, final, agent.policy_header(run, steps))
-            why = {"stopped_early": self._stopped_early} if self._stopped_early else {}
-            run.end("completed", global_steps=steps, **why)
+            run.end("completed", global_steps=steps, stopped_early=self._stop is Stop.CALLBACK)
 
         self._comm.with_survivors(on_first, self._patience_s(), self._interrupt)
 
@@ -302,7 +286,7 @@ class Training:
             signal,
             self._leads,
             exit_status,
-            self._stopped_early,
+            self._stop is Stop.CALLBACK,
         )
         conclude = self._request.conclude
         if conclude is None:
@@ -326,21 +310,6 @@ class Training:
             with on_cores(self._job.host_cores):  # the other ranks sleep
                 done.append(conclude(result, self._run.config, self._interrupt))
             self._run.conclude(done[0].outcomes)
-
-    def _who_stopped(self) -> str:
-        """Return whose callback ended training, in words, the same on all ranks. Collective."""
-
-        def gather(survivors: Survivors) -> np.ndarray:
-            said = np.zeros(self._comm.size, np.uint64)  # each rank's callback, counted from 1
-            said[self._comm.rank] = _CALLBACKS.index(self._asked_to_stop)
-            survivors.reduce(said, "max")
-            return said
-
-        said = self._comm.with_survivors(gather, self._patience_s(), self._interrupt)
-        ranks = np.flatnonzero(said)
-        if not len(ranks):
-            return "a callback of a rank that has died returned False"
-        return f"{_CALLBACKS[int(said[ranks[0]])]} of rank {ranks[0]} returned False"
 
     def _check_learned(self) -> None:
         """Raise EndError if no update was applied in this start, or ever: nothing was learned. Say so if none was

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pala.run.entropy_watch import EntropyWatch
 from pala.run.metrics import SECTIONS
@@ -24,12 +24,6 @@ _WORTH_TELLING_S = 20.0
 
 def _number(value: float | None, form: str = "{:.1f}") -> str:
     return "-" if value is None else form.format(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, s = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:d}:{minutes:02d}:{s:02d}"
 
 
 class Figures:
@@ -64,11 +58,10 @@ class Figures:
         """Label -> text, in the order shown."""
         view, speed = self._view, self._view.global_steps_per_s
         share, left_s = self.global_steps / self.budget_steps, self.left_s
-        eta = "-" if left_s is None else _duration(left_s)
         episodes, failures = view.num_episodes, view.total("env_failures")
         return {
             "steps": f"{self.global_steps:,} of {self.budget_steps:,} ({share:.1%})",
-            "eta": eta,
+            "eta": "-" if left_s is None else duration(left_s),
             "steps/s": f"{speed:,.0f}",
             "return": f"{_number(view.mean_return, '{:.2f}')} (mean of {'the last 100 of ' * (episodes > 100)}"
             f"{counted(episodes, 'episode')})" + f", {failures:.0f} failures of environments" * (failures > 0),
@@ -107,30 +100,19 @@ class Lines:
     """One line each time, without control characters."""
 
     def show(self, figures: dict[str, str]) -> None:
+        """Show the figures: label -> text, in this order."""
         print_result(" | ".join(f"{label} {text}" for label, text in figures.items()))
+
+    def estimate(self, text: str) -> None:
+        """Show once how long the run takes."""
+        print_result(text)
 
     def close(self) -> None:
         """Close the output; there is nothing to restore."""
 
-    def note(self, text: str) -> None:
-        print_result(text)
 
-
-class Display(Protocol):
-    """A place where figures are shown."""
-
-    def show(self, figures: dict[str, str]) -> None:
-        """Label -> text, in this order."""
-
-    def close(self) -> None:
-        """Close the display."""
-
-    def note(self, text: str) -> None:
-        """Show this once, where the figures do not say it."""
-
-
-def make_console(kind: str, title: str) -> Display | None:
-    """Make a display; `auto` takes a panel in a notebook and where the job's output reaches a terminal, else lines."""
+def make_console(kind: str, title: str) -> Lines | None:
+    """Make a panel or lines; `auto` takes a panel in a notebook and where the job's output reaches a terminal."""
     size = terminal_size() if kind in ("auto", "panel") else None
     if kind == "none":
         return None
@@ -169,7 +151,7 @@ class Reporter:
         self._figures, self._estimated = Figures(self.view, budget_steps), False
         self._entropy = EntropyWatch(budget_steps, begin_steps)
         title = f"PALA  {run}  {counted(ranks, 'rank')}"
-        self._console: Display | None = None
+        self._console: Lines | None = None
         with self._losing_the_console():
             self._console = make_console(console, title)
         self._tensorboard: TensorBoard | None = None
@@ -206,7 +188,7 @@ class Reporter:
         self._console.show(texts)
         if not self._estimated and (estimate := self._figures.estimate()):
             self._estimated = True
-            self._console.note(estimate)
+            self._console.estimate(estimate)
 
     @contextmanager
     def _losing_the_console(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ def lock_folder(run: Path) -> BinaryIO | None:
         ) from None
     except OSError as error:
         file.close()
-        log(f"Folder '{run}' cannot be locked ({error.strerror}): see to it that no other job works in it.")
+        log(f"Folder '{run}' cannot be locked ({reason(error)}): see to it that no other job works in it.")
         return None
     return file
 
@@ -88,7 +88,7 @@ def supervised(run: Path) -> Iterator[None]:
         # A fault of the lock, as where there are none, names no file.
         if error.filename is not None and not os.path.lexists(folder):
             raise cannot_be_made(run, reason(error)) from None
-        log(f"'{path}' cannot be locked ({error.strerror}): make sure that no other process supervises the run.")
+        log(f"'{path}' cannot be locked ({reason(error)}): make sure that no other process supervises the run.")
         yield
         return
     with file:
@@ -143,7 +143,7 @@ def join_lock(run: Path) -> BinaryIO:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         raise PalaError(
-            f"host {platform.node()} cannot use run folder '{run}' as rank 0's host does ({error.strerror}). All hosts "
+            f"host {platform.node()} cannot use run folder '{run}' as rank 0's host does ({reason(error)}). All hosts "
             "need one common file system; 'run.dir' must be on it."
         ) from None
     return file
@@ -155,9 +155,13 @@ def who_trains(run: Path) -> str | None:
 
 
 def is_locked(run: Path) -> bool | None:
-    """Return whether a process has the folder locked; None where that cannot be told (no locks, no access)."""
+    """Return whether a process has the folder locked; None where that cannot be told (no lock file, no locks,
+    no access)."""
+    lock = run / LOCK
     try:
-        with open_to_append(run / LOCK) as file:
+        if not lock.exists():  # who only asks makes none: a rank whose file was deleted would take it for another job's
+            return None
+        with open_to_append(lock) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

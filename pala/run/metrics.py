@@ -143,7 +143,7 @@ _TEXTS, _SKETCHES, _STAMPS = (
 _NEEDED: dict[str, tuple[str, ...]] = {
     "start": ("time_s", "segment"),
     "episode": ("time_s", "global_steps", "return"),
-    "interval": ("time_s",),
+    "interval": ("time_s", "global_steps"),
 }
 
 

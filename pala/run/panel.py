@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.panel import Panel as Box
 from rich.table import Table
 
+from pala.run.console import Lines
 from pala.system.launcher import terminal_size
 from pala.system.output import divert
 
@@ -24,7 +25,7 @@ def boxed(title: str, figures: Mapping[str, str]) -> Box:
     return Box(table, title=escape(title), title_align="left")
 
 
-class Panel:
+class Panel(Lines):
     """A panel that stays in place. No thread refreshes it."""
 
     def __init__(self, title: str, size: tuple[int, int]) -> None:
@@ -42,7 +43,7 @@ class Panel:
         # Launchers pass on whole lines: an empty last one, which needs no end, keeps the lower border from lagging.
         self._live.update(Group(boxed(self._title, figures), ""), refresh=True)
 
-    def note(self, text: str) -> None:
+    def estimate(self, text: str) -> None:
         """Show nothing: the panel tells the time that is left all along."""
 
     def _say(self, message: str) -> bool:
@@ -59,7 +60,7 @@ class Panel:
         self._live.stop()
 
 
-class CellPanel:
+class CellPanel(Lines):
     """A panel in the output of a notebook's cell, which each state replaces."""
 
     def __init__(self, title: str) -> None:
@@ -71,8 +72,5 @@ class CellPanel:
     def show(self, figures: dict[str, str]) -> None:
         self._shown.update(boxed(self._title, figures))
 
-    def note(self, text: str) -> None:
+    def estimate(self, text: str) -> None:
         """Show nothing, as in `Panel`."""
-
-    def close(self) -> None:
-        """Leave the last state in the cell."""

@@ -51,7 +51,6 @@ class Run:
         self._metrics = MetricsWriter(metrics_path(folder, rank), rank)
         self._record: RunRecord | None = None  # of the rank that leads
         self._reporter: Reporter | None = None
-        self._to_note: dict[str, Any] = {}
 
     def check_folder(self) -> None:
         """Raise EndError if the run's folder was deleted and another job has made it again. Before anything is written:
@@ -116,11 +115,6 @@ class Run:
             begin_steps,
         )
 
-    def note_later(self, **facts: Any) -> None:
-        """Add to run.json at the next report, if this rank leads: a file system that is slow now would have this rank
-        train after all others."""
-        self._to_note |= facts
-
     def write(self, records: list[Record]) -> None:
         """Append to this rank's metrics. Raises EndError if the run's folder is another job's by now."""
         self.check_folder()
@@ -128,8 +122,6 @@ class Run:
 
     def report(self, global_steps: int) -> None:
         """Show what is new of all ranks, if this rank leads."""
-        if self._to_note and self._note_or_say(**self._to_note):
-            self._to_note.clear()
         if self._reporter is not None:
             self._reporter.report(global_steps)
 
@@ -225,15 +217,13 @@ class Run:
         """Note that no rank has anything left to save, if this rank leads."""
         self._note_or_say(saved=True)
 
-    def _note_or_say(self, **facts: Any) -> bool:
-        """Add to run.json, if this rank leads. Returns whether it could be written."""
+    def _note_or_say(self, **facts: Any) -> None:
+        """Add to run.json, if this rank leads, or say why that cannot be written."""
         try:
             if self._record is not None:
                 self._record.note(**facts)
         except OSError as error:
             log(f"run.json cannot be written: {reason(error)}.")
-            return False
-        return True
 
     def _close_reporter(self) -> None:
         if self._reporter is not None:

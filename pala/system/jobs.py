@@ -44,9 +44,17 @@ def why_refused(environment: Mapping[str, str]) -> str:
 def launcher_of(template: str, ranks: int) -> list[str]:
     """Return the launcher's command line for this many ranks. Raises PalaError if it is malformed or not installed."""
     try:
-        words = shlex.split(template.format(ranks=ranks))
+        return command_of(template.format(ranks=ranks))
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise PalaError(f"The launcher '{template}' cannot be read ({error}); only '{{ranks}}' is put in.") from None
+
+
+def command_of(launcher: str) -> list[str]:
+    """Return the words of a launcher's command line. Raises PalaError if it is malformed or not installed."""
+    try:
+        words = shlex.split(launcher)
+    except ValueError as error:
+        raise PalaError(f"The launcher '{launcher}' cannot be read: {error}.") from None
     if not words:
         raise PalaError("The launcher is empty; `mpirun -np {ranks}` is usual.")
     if shutil.which(words[0], path=environment_of_jobs()["PATH"]) is None:

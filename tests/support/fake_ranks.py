@@ -29,7 +29,7 @@ with open(f"metrics/rank-{rank:04d}.jsonl", "a", buffering=1) as file:
     for number in range(1, 10**6):
         time.sleep(0.1)
         if number <= silent_after:
-            write(type="interval", local_steps=10 * number)
+            write(type="interval", local_steps=10 * number, global_steps=10 * number)
 """
 
 
