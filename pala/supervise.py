@@ -28,44 +28,35 @@ if __name__ == "__main__":
 
 import argparse
 import os
-import re
 import shlex
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import IO, NamedTuple, NoReturn
+from typing import NoReturn
 
 from pala.config import to_table
 from pala.run import run_folder
-from pala.run.end_watch import LINGER_S, EndWatch
+from pala.run.attempt import GENTLY, Attempt, say
 from pala.run.lock import SupervisedError, supervised, who_trains
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
+from pala.system.hosts import Host, answering, read_hosts
 from pala.system.interrupt import LEAVE, hangup
-from pala.system.jobs import MpiJob, command_of, environment_of_jobs
+from pala.system.jobs import command_of, environment_of_jobs
 from pala.system.launcher import Launch
-from pala.system.output import ANNOUNCEMENT, SUPERVISED, log, open_closed_streams
+from pala.system.output import SUPERVISED, log, open_closed_streams
 from pala.system.search_path import refuse_another_pala
 from pala.system.tables import flatten, shown
-from pala.system.text import named
 from pala.system.waiting import nap
 from pala.train import Command, parse
 
 _LONGEST_PAUSE_S = 300.0
-_PROBE_S = 60.0  # for a host to start one process
 _LEFT_OVER_S = 150.0  # for ranks to end after their mpirun; NFS often holds a dead host's lock for 90 s
-_ARRIVAL_S = 1.0  # between two looks at a job whose ranks are coming up
-_SAY_WHO_S = 20.0  # until ranks that are not up are named
-_DEAF_S = 10.0  # for an mpirun to end that was told to before its ranks came up
 _FUTILE_RESTARTS = 2
-_ANNOUNCED = re.compile(re.escape(ANNOUNCEMENT) + r" (begun|up) (\d+)")
-_GENTLY = signal.SIGUSR1  # after SIGTERM, Open MPI's mpirun gives ranks 0.2 s: too little for a checkpoint
 
 
 # Of Open MPI; the user's own and options in `--mpirun` win. A host that is lost ends the job after 15
@@ -86,43 +77,6 @@ def _environment(between_hosts: bool) -> dict[str, str]:
 
 # Until Python notes SIGUSR2, by which a rank is told to leave, that must not kill it.
 _AS_RANK = ("env", f"{SUPERVISED}=1", "sh", "-c", 'trap "" USR2; exec "$@"', "sh")
-
-
-class Host(NamedTuple):
-    """A machine, and how many ranks it takes."""
-
-    name: str
-    slots: int
-
-
-class Arrivals:
-    """The ranks of a job that have come up, from what they announce on the standard error that all share."""
-
-    def __init__(self, ranks: int) -> None:
-        self.all_up = False
-        self.late = False
-        self._ranks = set(range(ranks))
-        self._at: dict[str, set[int]] = {"begun": set(), "up": set()}
-
-    def read(self, line: bytes) -> bool:
-        """Take note of a line. Returns True if it is nothing but an announcement.
-
-        Launchers put tags before lines, and join those of ranks."""
-        text = line.decode(errors="replace")
-        for stage, rank in _ANNOUNCED.findall(text):
-            self._at[stage].add(int(rank))
-        self.all_up = self._at["up"] >= self._ranks
-        return bool(_ANNOUNCED.search(text)) and not _ANNOUNCED.sub("", text).strip()
-
-    def missing(self) -> str:
-        """Name the ranks that are not up; empty if all are."""
-        absent = sorted(self._ranks - self._at["begun"])
-        if absent:
-            return f"{named(absent)} did not begin"
-        waiting = sorted(self._ranks - self._at["up"])
-        if not waiting:
-            return ""
-        return f"all ranks had begun, but {named(waiting)} did not come out of MPI's start"
 
 
 class Supervisor:
@@ -172,11 +126,8 @@ class Supervisor:
         self.start_timeout_s = command.config.run.start_timeout_s
         self._was_told = self._goes_on = options.go_on  # a job has been told to make the run
         self._began = False  # by a job of this supervisor
-        self._job: MpiJob | None = None
-        self._probes: list[MpiJob] = []  # of hosts
-        self._said_mistake = False
+        self._attempt: Attempt | None = None  # the job that runs, or whose record has not been read
         self._saw_record = False  # of the run, while a job trained
-        self._only_notes_signals = False  # if no job runs; else one ends this process
         self._signal: int | None = None
 
     def supervise(self) -> int:
@@ -203,7 +154,7 @@ class Supervisor:
         if goes_on and (fault := self._left_over()) is not None:
             return self._give_up(fault)
         if self._was_told and self._is_done():  # a whole array that was requeued, say
-            self._say(f"run '{self.run}' is complete already{self._what_failed()}.")
+            say(f"run '{self.run}' is complete already{self._what_failed()}.")
             return 0
         if not goes_on and self._has_record():  # else a restart would take it for this one's
             raise run_folder.taken(self.run)
@@ -212,9 +163,12 @@ class Supervisor:
             if self.hosts and not hosts:
                 return self._give_up("no host starts a process any more")
             before = run_folder.num_segments(self.run)
-            status = self._run_job(start, hosts, steps)
+            attempt = self._attempt = Attempt(self.run, self._sizes(hosts)[0], self.start_timeout_s)
+            status = self._run_job(attempt, start, hosts, steps)
             complete = self._is_complete(before)
-            self._only_notes_signals = complete  # from the job's start until here, and for good if it is
+            if not complete:  # else signals are only noted, for good
+                self._attempt = None
+            self._saw_record |= attempt.saw_record
             if self._signal is not None:
                 # Who is to continue later evaluates then, but does not try that turn after turn.
                 is_done = complete and (not self._goes_on or was_complete or self._is_done())
@@ -223,30 +177,30 @@ class Supervisor:
                     left = ", except what follows training: the same command makes up for it"
                     end = f"the run is complete{self._what_failed() if is_done else left}"
                 how = f" with status {status}" * (status != 0)
-                self._say(f"the job ended{how} after {signal.Signals(self._signal).name}; {end}.")
+                say(f"the job ended{how} after {signal.Signals(self._signal).name}; {end}.")
                 return 0 if is_done else 128 + self._signal
             if complete:
                 times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
-                self._say(f"run '{self.run}' is complete{times}.")
+                say(f"run '{self.run}' is complete{times}.")
                 return 0
             if self._all_left(before):
-                self._say(f"all ranks were told to leave ({LEAVE.name}), so the run is stopped: not restarted.")
+                say(f"all ranks were told to leave ({LEAVE.name}), so the run is stopped: not restarted.")
                 return 128 + LEAVE
             # What has trained with these settings once cannot be a mistake of the user's: a full disk, say.
-            if status == 2 and self._said_mistake and run_folder.num_segments(self.run) == before and not has_trained:
-                self._say("the job ended with status 2 before it trained: not restarted.")
+            if status == 2 and attempt.said_mistake and run_folder.num_segments(self.run) == before and not has_trained:
+                say("the job ended with status 2 before it trained: not restarted.")
                 return 2
             has_trained |= run_folder.num_segments(self.run) > before
             known, steps = steps, self._steps()
             what = f"with status {status}; the run is not complete" if status else "before the run was complete"
-            self._say(f"the job ended {what}. Checkpoints: {steps:,} steps.")
+            say(f"the job ended {what}. Checkpoints: {steps:,} steps.")
             futile = futile + 1 if 0 <= known >= steps else 0
             if futile == _FUTILE_RESTARTS:
                 return self._give_up(f"{futile} restarts one after the other brought no newer checkpoint")
             if (fault := self._left_over()) is not None:
                 return self._give_up(fault)
             if self._is_complete(before):
-                self._say("the ranks that outlived mpirun have completed the run.")
+                say("the ranks that outlived mpirun have completed the run.")
                 return 0
             if start < self.restarts:
                 nap(min(self.pause_s * 2.0 ** min(start, 30), _LONGEST_PAUSE_S))
@@ -256,17 +210,16 @@ class Supervisor:
         """Pass a signal on to the job; without one, end. Schedulers repeat theirs; people mean a second ^C."""
         del frame
         if number == LEAVE:
-            self._say(f"{LEAVE.name} is for one rank, which then leaves; this process only supervises, and continues.")
+            say(f"{LEAVE.name} is for one rank, which then leaves; this process only supervises, and continues.")
             return
         again, self._signal = self._signal is not None, number
-        if self._job is not None:
-            self._job.send_signal(number if again and number == signal.SIGINT else _GENTLY)
-        elif not self._only_notes_signals:
+        if self._attempt is None:
             sys.exit(128 + number)
+        self._attempt.tell(number if again and number == signal.SIGINT else GENTLY)
 
     # ---- one job -------------------------------------------------------------------------------------------------
 
-    def _run_job(self, start: int, hosts: Sequence[Host], steps: int) -> int:
+    def _run_job(self, attempt: Attempt, start: int, hosts: Sequence[Host], steps: int) -> int:
         """Start a job and wait for its end. Returns mpirun's status, or 128 + the signal that killed it."""
         ranks, spares = self._sizes(hosts)
         where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
@@ -274,93 +227,10 @@ class Supervisor:
         verb = f"restart {start} of {self.restarts}" if start else "start"
         aim = f"resume '{self.run}'" if "--resume" in arguments else f"train '{self.run}'"
         who = f"{ranks} ranks{f', {spares} of them to spare,' * (spares > 0)}"
-        self._say(f"{verb}: {who}{f' on {where}' if where else ''} {aim}{f' from {steps:,} steps' * (start > 0)}.")
+        say(f"{verb}: {who}{f' on {where}' if where else ''} {aim}{f' from {steps:,} steps' * (start > 0)}.")
         placed = ["-np", str(ranks), *(["--host", where] if where else [])]
-        self._said_mistake = False
-        self._only_notes_signals = True
-        arrivals, segments = Arrivals(ranks), run_folder.num_segments(self.run)
-        self._job = MpiJob(
-            [*self.mpirun, *placed, *_AS_RANK, sys.executable, "-m", "pala.train", *arguments],
-            _environment(between_hosts=bool(hosts)),
-            stderr=subprocess.PIPE,
-        )
-        if self._signal is not None:  # it came before there was a job to pass it on to
-            self._job.send_signal(_GENTLY)
-        relay = threading.Thread(target=self._relay, args=[self._job.launcher.stderr, arrivals], daemon=True)
-        relay.start()
-        # Not by this thread: a file system that hangs must not keep signals from the job.
-        watch = threading.Thread(target=self._watch, args=[self._job, arrivals, segments], daemon=True)
-        watch.start()
-        status = self._job.reap()
-        watch.join()
-        self._job = None
-        relay.join(2)  # ranks that outlive mpirun keep the pipe open
-        if arrivals.late:
-            return status if status > 0 else 1
-        return status if status >= 0 else 128 - status
-
-    def _watch(self, job: MpiJob, arrivals: Arrivals, segments: int) -> None:
-        self._end_if_it_does_not_start(job, arrivals, segments)
-        self._end_if_it_does_not_end(job, EndWatch(self.run, segments))
-
-    def _end_if_it_does_not_start(self, job: MpiJob, arrivals: Arrivals, segments: int) -> None:
-        """Wait until all ranks are up, and end a job that does not get there, or that is told to end before.
-
-        Where MPI is fault-tolerant, ranks wait in MPI_Init forever for one that ended before; and mpirun loses a
-        signal that comes before it has started them. A job that has made its entry in the run's record has started,
-        whatever became of the announcements."""
-        latest_s = time.monotonic() + self.start_timeout_s
-        say_s = time.monotonic() + _SAY_WHO_S
-        while not arrivals.all_up and job.wait(_ARRIVAL_S) is None:
-            if not (missing := arrivals.missing()):  # the last came up meanwhile
-                break
-            is_late = time.monotonic() > latest_s
-            if time.monotonic() > say_s and not is_late:
-                say_s += 2 * _SAY_WHO_S
-                self._say(f"the job still starts: so far {missing}.")
-            if self._signal is None and not is_late:
-                continue
-            if run_folder.num_segments(self.run) > segments:
-                break
-            if self._signal is None:
-                arrivals.late = True
-                self._say(
-                    f"after {self.start_timeout_s:g} s ('run.start_timeout_s') {missing}; the job is ended. "
-                    "Look above for what these ranks or their hosts said, or run `pala doctor` in the same "
-                    "way."
-                )
-            self._end(job)
-            return
-        if self._signal is not None:  # it may have come before the last of them
-            job.send_signal(_GENTLY)
-
-    def _end_if_it_does_not_end(self, job: MpiJob, watch: EndWatch) -> None:
-        """Wait for mpirun's end, and end it if it outlives its ranks."""
-
-        def is_over() -> bool:
-            self._saw_record |= self._has_record()
-            return watch.is_over()
-
-        if job.outlives_its_ranks(is_over):
-            self._say(f"no rank has lived for {LINGER_S:g} s, but mpirun has not ended: it is ended.")
-            self._end(job)
-
-    @staticmethod
-    def _end(job: MpiJob) -> None:
-        if not job.end(signal.SIGINT, _DEAF_S):  # SIGTERM is blocked
-            job.kill()
-
-    def _relay(self, stderr: IO[bytes], arrivals: Arrivals) -> None:
-        """Pass on to this process' standard error what ranks say, and notice a user's mistake.
-
-        What cannot be written (a log on a full disk) is lost, but still read: ranks and mpirun would hang on a full
-        pipe."""
-        for line in stderr:
-            if arrivals.read(line):
-                continue
-            self._said_mistake |= b"pala: error:" in line
-            with suppress(OSError):
-                os.write(sys.stderr.fileno(), line)
+        words = [*self.mpirun, *placed, *_AS_RANK, sys.executable, "-m", "pala.train", *arguments]
+        return attempt.train(words, _environment(between_hosts=bool(hosts)))
 
     def _sizes(self, hosts: Sequence[Host]) -> tuple[int, int]:
         """Return (ranks, spares among them). Lost hosts cost spares first, so that as many ranks train as before."""
@@ -388,7 +258,7 @@ class Supervisor:
     # ---- what became of it ---------------------------------------------------------------------------------------
 
     def _has_record(self) -> bool:
-        return os.path.exists(self.run / "run.json")  # noqa: PTH110  Path's may raise
+        return run_folder.has_record(self.run)
 
     def _is_complete(self, segments_before: int) -> bool:
         """Return True if the run's record says so and has an entry of the last job: an earlier one may have completed
@@ -444,7 +314,7 @@ class Supervisor:
         deadline, said = time.monotonic() + _LEFT_OVER_S, False
         while (who := who_trains(self.run)) is not None:
             if not said:
-                self._say(f"waits for the ranks of a job that still train in '{self.run}' ({who}).")
+                say(f"waits for the ranks of a job that still train in '{self.run}' ({who}).")
                 said = True
             if time.monotonic() > deadline:
                 return (
@@ -456,33 +326,11 @@ class Supervisor:
 
     def _answering(self) -> list[Host]:
         """Return the hosts that still start a process."""
-        if not self.hosts:
-            return []
-        self._probes.clear()
-        with ThreadPoolExecutor(len(self.hosts)) as pool:
-            try:
-                answers = list(pool.map(self._answers, self.hosts))
-            except BaseException:  # a signal: the pool waits for its threads, and they for the probes
-                for probe in self._probes:
-                    probe.kill()
-                raise
-        for host, answer in zip(self.hosts, answers, strict=True):
-            if not answer:
-                self._say(f"host {host.name} does not start a process and is left out.")
-        return [host for host, answer in zip(self.hosts, answers, strict=True) if answer]
-
-    def _answers(self, host: Host) -> bool:
-        """Return True if mpirun starts a process on this host within a minute."""
-        words = [*self.mpirun, "-np", "1", "--host", host.name, "echo", "here"]
-        probe = MpiJob(words, environment_of_jobs(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self._probes.append(probe)
-        try:
-            return b"here" in probe.launcher.communicate(timeout=_PROBE_S)[0]
-        except subprocess.TimeoutExpired:
-            probe.kill()
-            return False
-        finally:
-            probe.reap()
+        answers = answering(self.hosts, self.mpirun) if self.hosts else []
+        for host in self.hosts:
+            if host not in answers:
+                say(f"host {host.name} does not start a process and is left out.")
+        return answers
 
     def _give_up(self, why: str) -> int:
         if self._has_record():
@@ -493,12 +341,8 @@ class Supervisor:
             go_on = "give the same command again; nothing was trained"
             if self._saw_record:
                 go_on = "put its folder back, which was deleted while it trained, or begin again by the same command"
-        self._say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
+        say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
         return 1
-
-    @staticmethod
-    def _say(text: str) -> None:
-        log(f"pala train: {text}")
 
 
 def survivable(mpirun: str) -> list[str]:
@@ -515,41 +359,11 @@ def survivable(mpirun: str) -> list[str]:
     return [*command, *ulfm]
 
 
-def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
-    """Read `name:slots,user@name:slots`, or a file in Open MPI's or MPICH's form, one a line: `name slots=4`,
-    `name:4`."""
-    if host is not None and hostfile is not None:
-        raise PalaError("Give '--host' or '--hostfile', not both.")
-    source = f"host file '{hostfile}'" if hostfile else "'--host'"
-    try:
-        text = hostfile.read_text(encoding="utf-8-sig") if hostfile else (host or "").replace(",", "\n")
-    except (OSError, ValueError) as error:
-        raise PalaError(f"Host file '{hostfile}' cannot be read: {reason(error)}.") from None
-    hosts: dict[str, int] = {}
-    for line in text.splitlines():
-        words = line.split("#")[0].strip()
-        match = re.fullmatch(
-            r"((?:[\w.\-]+@)?[\w.\-]+)(?::(\d+)|(?:\s+\w+=\w+)*?\s+slots=(\d+))?(?:\s+\w+=\w+)*", words
-        )
-        if match is None and re.match(r"\[|\S*:\S*:", words):
-            raise PalaError(
-                f"In {source}, '{words}' is an IPv6 address, which mpirun does not take: write the host's name, as "
-                "/etc/hosts or DNS has it."
-            )
-        if words and match is None:
-            raise PalaError(f"In {source}, '{words}' is no host; write 'name:4' for one that takes 4 ranks.")
-        if match is not None:
-            hosts[match[1]] = hosts.get(match[1], 0) + int(match[2] or match[3] or 1)
-    if (host is not None or hostfile) and not all(hosts.values() or [0]):
-        raise PalaError(f"In {source} there is no host, or one that takes no rank.")
-    return [Host(name, slots) for name, slots in hosts.items()]
-
-
 def _begun(command: Command) -> Path | None:
     """Return the run that this would begin, if it is there."""
     name = command.config.run.name
     run = Path(command.config.run.dir) / name
-    is_there = command.resume is None and name and os.path.exists(run / "run.json")  # noqa: PTH110  Path's may raise
+    is_there = command.resume is None and name and run_folder.has_record(run)
     return run if is_there else None
 
 

@@ -22,12 +22,14 @@ import pytest
 
 from pala import supervise
 from pala.config import Config, EnvConfig, load_preset
+from pala.run import attempt as one_job
 from pala.run import checkpoint, end_watch, run_folder
-from pala.run.end_watch import EndWatch
+from pala.run.attempt import Arrivals, Attempt
 from pala.run.lock import lock_folder, supervised
-from pala.supervise import Arrivals, Host, Supervisor, read_hosts, read_options, survivable, without_preset
+from pala.supervise import Supervisor, read_options, survivable, without_preset
 from pala.system import jobs, waiting
 from pala.system.errors import PalaError
+from pala.system.hosts import Host, read_hosts
 from pala.system.jobs import MpiJob
 from pala.train import parse
 from support import REPOSITORY
@@ -54,22 +56,22 @@ OFTEN = ["--run.name", "r", "--run.checkpoint-interval-s", "0.3"]
 
 # ---- what it decides, with jobs that only leave their files ----------------------------------------------------------
 
-Attempt = Callable[["Scripted"], int]
+Trains = Callable[["Scripted"], int]
 
 
 class Scripted(Supervisor):
     """Its jobs are functions."""
 
-    def __init__(self, arguments: list[str], script: list[Attempt]) -> None:
+    def __init__(self, arguments: list[str], script: list[Trains]) -> None:
         super().__init__(*read_options(["--pause-s", "0", "--restarts", "3", *arguments]))
         self.script, self.told = script, []
 
-    def _run_job(self, start, hosts, steps) -> int:
+    def _run_job(self, attempt, start, hosts, steps) -> int:
         self.told.append(self._train_arguments(self._sizes(hosts)[1]))
         return self.script[min(start, len(self.script) - 1)](self)
 
 
-def attempt(steps: int, status: int, completes: bool = False) -> Attempt:
+def attempt(steps: int, status: int, completes: bool = False) -> Trains:
     """A job that trains up to so many steps."""
 
     def run(of: Scripted) -> int:
@@ -128,7 +130,7 @@ def test_a_run_whose_folder_is_deleted_was_trained(
     def deleted(of: Scripted) -> int:
         attempt(100, 1)(of)
         with job_of("sleep", "2") as job:
-            of._end_if_it_does_not_end(job, EndWatch(of.run, 0))
+            of._attempt._end_if_it_does_not_end(job)
         shutil.rmtree(of.run)
         return 1
 
@@ -221,10 +223,9 @@ def test_a_second_interrupt_goes_on_to_the_job_as_it_is(there: Path, numbers: li
     heard: list[int] = []
 
     def hears(of: Scripted) -> int:
-        of._job = SimpleNamespace(send_signal=heard.append)
+        of._attempt._job = SimpleNamespace(send_signal=heard.append)
         for number in numbers:
             of.on_signal(number, None)
-        of._job = None
         return 1
 
     assert Scripted(["--run.name", "r"], [hears]).supervise() == 128 + numbers[-1]
@@ -261,19 +262,19 @@ def test_what_ranks_say_is_read_although_it_cannot_be_written(monkeypatch: pytes
     source, sink = os.pipe()
     with open("/dev/full", "w") as full, os.fdopen(source, "rb") as stderr:
         monkeypatch.setattr(sys, "stderr", full)
-        supervisor = Scripted([], [])
-        relay = threading.Thread(target=supervisor._relay, args=[stderr, Arrivals(1)])
+        job = Attempt(Path("r"), 1, 300.0)
+        relay = threading.Thread(target=job._relay, args=[stderr])
         relay.start()
         with os.fdopen(sink, "wb") as ranks:
             for _ in range(2000):
                 ranks.write(b"x" * 99 + b"\n")
             ranks.write(b"pala: error: the last word\n")
         relay.join(30)
-        assert not relay.is_alive() and supervisor._said_mistake
+        assert not relay.is_alive() and job.said_mistake
 
 
 def says_a_mistake(of: Scripted) -> int:
-    of._said_mistake = True
+    of._attempt.said_mistake = True
     return 2
 
 
@@ -288,20 +289,21 @@ def test_what_has_trained_once_is_restarted_whatever_its_error(there: Path) -> N
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_job_that_trains_is_not_ended_for_want_of_announcements(there: Path, trains: bool) -> None:
-    supervisor = Scripted(["--run.name", "r", "--run.start-timeout-s", "1"], [])
+    supervisor = Scripted(["--run.name", "r"], [])
+    watched = Attempt(supervisor.run, 2, start_timeout_s=1.0)
     if trains:
         attempt(100, 0)(supervisor)
     with job_of("sleep", "60") as job:
-        arrivals = Arrivals(2)
-        supervisor._end_if_it_does_not_start(job, arrivals, segments=0)
-        assert (arrivals.late, job.wait(0) is None) == (not trains, trains)
+        watched._end_if_it_does_not_start(job)
+        assert (watched.is_late, job.wait(0) is None) == (not trains, trains)
 
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_signal_that_mpirun_lost_before_it_started_ranks_ends_the_job(there: Path, trains: bool) -> None:
     """Or is sent again, if the ranks have come up meanwhile: they are to write a checkpoint."""
-    supervisor, arrivals = Scripted(["--run.name", "r"], []), Arrivals(2)
-    supervisor._signal = signal.SIGTERM
+    supervisor = Scripted(["--run.name", "r"], [])
+    watched = Attempt(supervisor.run, 2, start_timeout_s=300.0)
+    watched.tell(signal.SIGUSR1)
     if trains:
         attempt(100, 0)(supervisor)
     hears = (
@@ -310,10 +312,10 @@ def test_a_signal_that_mpirun_lost_before_it_started_ranks_ends_the_job(there: P
     )
     with job_of(sys.executable, "-c", hears) as job:
         wait_for(Path("begun").exists, what="the job")
-        supervisor._end_if_it_does_not_start(job, arrivals, segments=0)
+        watched._end_if_it_does_not_start(job)
         if trains:
             wait_for(Path("told").exists, what="the signal")
-        assert (job.wait(0) is None, Path("told").exists(), arrivals.late) == (trains, trains, False)
+        assert (job.wait(0) is None, Path("told").exists(), watched.is_late) == (trains, trains, False)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +327,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended(
 ) -> None:
     """But not while they train, evaluate, or live."""
     supervisor = Scripted(["--run.name", "r"], [])
+    watched = Attempt(supervisor.run, 2, 300.0)
     attempt(100, 0)(supervisor)
     record = run_folder.RunRecord.take_over(supervisor.run)
     if status != "running":
@@ -343,11 +346,11 @@ def test_an_mpirun_that_outlives_its_ranks_is_ended(
     monkeypatch.setattr(jobs, "LOOK_S", 0.01)
     monkeypatch.setattr(end_watch, "LINGER_S", 20 * end_watch.LOOK_S)
     with lock_folder(supervisor.run) as rank, job_of("sleep", "60") as job:  # type: ignore[union-attr]
-        supervisor._end_if_it_does_not_end(job, EndWatch(supervisor.run, 0))
+        watched._end_if_it_does_not_end(job)
         assert job.wait(0) == -signal.SIGKILL and rank  # only by `look`
     looks = itertools.count()
     with job_of("sleep", "60") as job:
-        supervisor._end_if_it_does_not_end(job, EndWatch(supervisor.run, 0))
+        watched._end_if_it_does_not_end(job)
         assert job.wait(0) == (-signal.SIGINT if over else -signal.SIGKILL)
 
 
@@ -357,6 +360,7 @@ def test_an_mpirun_whose_ranks_were_all_killed_is_ended(
 ) -> None:
     """Then nobody is left to write how the job ended."""
     supervisor = Scripted(["--run.name", "r"], [])
+    watched = Attempt(supervisor.run, 2, 300.0)
     attempt(100, 0)(supervisor)
     if status != "running":
         run_folder.RunRecord.take_over(supervisor.run).end(status)
@@ -371,7 +375,7 @@ def test_an_mpirun_whose_ranks_were_all_killed_is_ended(
 
     monkeypatch.setattr(run_folder, "is_over", look)
     with job_of("sleep", "60") as job:
-        watch = threading.Thread(target=supervisor._end_if_it_does_not_end, args=[job, EndWatch(supervisor.run, 0)])
+        watch = threading.Thread(target=watched._end_if_it_does_not_end, args=[job])
         watch.start()
         assert looked.wait(60) and job.wait(0) is None and rank is not None
         rank.close()
@@ -469,13 +473,13 @@ def test_a_job_that_outlived_its_supervisor_is_not_doubled(
 
 def test_whom_a_long_start_waits_for_is_said(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = list[str]()
-    monkeypatch.setattr(supervise, "_SAY_WHO_S", 0.1)
-    monkeypatch.setattr(supervise, "_ARRIVAL_S", 0.05)
-    arrivals = Arrivals(3)
-    arrivals.read(b"pala-announcement: begun 0\npala-announcement: begun 2\n")
+    monkeypatch.setattr(one_job, "_SAY_WHO_S", 0.1)
+    monkeypatch.setattr(one_job, "_ARRIVAL_S", 0.05)
+    watched = Attempt(there / "r", 3, 300.0)
+    watched._arrivals.read(b"pala-announcement: begun 0\npala-announcement: begun 2\n")
     with job_of("sleep", "60") as job:
-        monkeypatch.setattr(supervise, "log", lambda text: (said.append(text), job.kill()))
-        Scripted(["--run.name", "r"], [])._end_if_it_does_not_start(job, arrivals, 0)
+        monkeypatch.setattr(one_job, "log", lambda text: (said.append(text), job.kill()))
+        watched._end_if_it_does_not_start(job)
     assert set(said) == {"pala train: the job still starts: so far rank 1 did not begin."}
 
 
@@ -798,7 +802,7 @@ def test_a_signal_while_hosts_are_asked_ends_that_at_once(there: Path, monkeypat
         kill(probe)
 
     def tell() -> None:
-        wait_for(lambda: len(supervisor._probes) == 2, what="a process for each host")
+        wait_for(lambda: len(processes_in(there)) == 5, what="a process for each host")
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
     monkeypatch.setattr(MpiJob, "kill", note)

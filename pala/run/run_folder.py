@@ -171,6 +171,11 @@ def is_over(run: Path, earlier_segments: int, was_locked: bool = False) -> bool:
     return says_so and not locked
 
 
+def has_record(run: Path) -> bool:
+    """Return whether a job has begun the run; False if the folder cannot be seen."""
+    return os.path.exists(run / "run.json")  # noqa: PTH110  Path's may raise
+
+
 def num_segments(run: Path) -> int:
     """Return how often the run was started; 0 without a record that can be read."""
     try:
