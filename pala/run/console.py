@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pala.run.entropy_watch import EntropyWatch
+from pala.run.lines import Lines
 from pala.run.metrics import SECTIONS
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.run.view import RunView
 from pala.system.errors import reason
 from pala.system.launcher import terminal_size
-from pala.system.output import log, print_result
+from pala.system.output import log
 from pala.system.text import counted, duration
 
 _WORTH_TELLING_S = 20.0
@@ -94,21 +95,6 @@ class Figures:
             "replay": f"{view.total('replay_transitions'):,.0f} transitions",
             "epsilon": _number(view.mean("epsilon"), "{:.3f}"),
         }
-
-
-class Lines:
-    """One line each time, without control characters."""
-
-    def show(self, figures: dict[str, str]) -> None:
-        """Show the figures: label -> text, in this order."""
-        print_result(" | ".join(f"{label} {text}" for label, text in figures.items()))
-
-    def estimate(self, text: str) -> None:
-        """Show once how long the run takes."""
-        print_result(text)
-
-    def close(self) -> None:
-        """Close the output; there is nothing to restore."""
 
 
 def make_console(kind: str, title: str) -> Lines | None:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.panel import Panel as Box
 from rich.table import Table
 
-from pala.run.console import Lines
+from pala.run.lines import Lines
 from pala.system.launcher import terminal_size
 from pala.system.output import divert
 
