@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from array import array
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pala.run.metrics import Record, Tail, metrics_path
@@ -15,37 +13,6 @@ from pala.system.output import log
 
 MEAN_OF = 100  # whole episodes
 Ended = tuple[float, float, float]  # an episode: time, return, length (NaN: not known)
-
-
-class _Episodes:
-    """A rank's episodes in the order of time, at 24 bytes each: a resume reads all of a run."""
-
-    def __init__(self) -> None:
-        self._columns = array("d"), array("d"), array("d")
-        self._times = self._columns[0]
-
-    def __len__(self) -> int:
-        return len(self._times)
-
-    def append(self, episode: Ended) -> None:
-        """Add the newest episode."""
-        for column, value in zip(self._columns, episode, strict=True):
-            column.append(value)
-
-    def drop_after(self, time_s: float) -> None:
-        """Forget the episodes that ended after `time_s`."""
-        first = bisect_right(self._times, time_s)
-        for column in self._columns:
-            del column[first:]
-
-    def last(self) -> Iterator[Ended]:
-        """Return the newest episodes that a mean may be of."""
-        return zip(*(column[-MEAN_OF:] for column in self._columns), strict=True)
-
-    def first_after(self, time_s: float) -> Iterator[Ended]:
-        """Return the oldest of those that ended later that a mean may be of."""
-        first = bisect_right(self._times, time_s)
-        return zip(*(column[first : first + MEAN_OF] for column in self._columns), strict=True)
 
 
 class RunView:
@@ -63,16 +30,17 @@ class RunView:
 
     def refresh(self) -> None:
         """Read the new records of all ranks."""
-        fresh: list[_Episodes] = []
+        fresh: list[list[Ended]] = []
         for rank, tail in enumerate(self._tails):
-            mine = _Episodes()
+            mine: list[Ended] = []
             try:
                 for record in tail.read():
                     if record["type"] == "episode":
                         length = record.get("length_steps")
                         mine.append((record["time_s"], record["return"], math.nan if length is None else length))
                     elif record["type"] == "start":  # what was made after the checkpoint before it was lost
-                        mine.drop_after(record["time_s"])
+                        while mine and mine[-1][0] > record["time_s"]:
+                            mine.pop()
                         self._before[rank], self.last[rank] = {}, {}
                     elif record["type"] == "interval":
                         self._before[rank], self.last[rank] = self.last[rank], record
@@ -83,9 +51,10 @@ class RunView:
                 self._unreadable.add(rank)
             fresh.append(mine)
         self.num_episodes += sum(map(len, fresh))
-        self._episodes.extend(_in_order(mine.last() for mine in fresh))
-        since = _in_order(mine.first_after(self._watched_s) for mine in fresh)
-        self._since = [*self._since, *(r for _, r, _ in since)][:MEAN_OF]
+        newest = sorted((episode for mine in fresh for episode in mine), key=lambda episode: episode[:2])
+        self._episodes.extend(newest)
+        self._since.extend(r for time_s, r, _ in newest if time_s > self._watched_s)
+        del self._since[MEAN_OF:]
 
     @property
     def mean_return(self) -> float | None:
@@ -127,8 +96,3 @@ class RunView:
     def global_steps_per_s(self) -> float:
         """Speed of all ranks; one that has no record yet counts as the others' mean."""
         return (self.mean("local_steps_per_s") or 0) * len(self.living)
-
-
-def _in_order(of_ranks: Iterable[Iterator[Ended]]) -> list[Ended]:
-    """Return the episodes of all ranks in the order of time."""
-    return sorted((episode for mine in of_ranks for episode in mine), key=lambda episode: episode[:2])
