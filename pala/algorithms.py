@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from pala.comm.base import Communicator
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 class Algorithm(abc.ABC):
     """A way to learn."""
 
+    build_by: str
+    """`module:function` that `build` calls; the two below likewise."""
+    sleep_by: str
+    network_by: str
     why_nothing_was_learned = ""
     """The place to look at if no rank made an update."""
 
@@ -44,7 +49,6 @@ class Algorithm(abc.ABC):
         """Return words for the console if a new run does not learn at once; else empty."""
         return ""
 
-    @abc.abstractmethod
     def build(
         self,
         comm: Communicator,
@@ -54,16 +58,20 @@ class Algorithm(abc.ABC):
         sleeping: Any = None,
     ) -> Agent[Any]:
         """Build what learns on a rank. `sleeping`: of a spare that is needed, what it has slept by. Collective."""
+        agent: Agent[Any] = resolve_name(self.build_by)(comm, config, envs, make_network, sleeping)
+        return agent
 
-    @abc.abstractmethod
     def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
         """Make what a spare sleeps by. Loads no torch. Collective."""
+        sleeping: Sleeping = resolve_name(self.sleep_by)(comm, config, begin, interrupt)
+        return sleeping
 
-    @abc.abstractmethod
     def make_network(
         self, observations: gymnasium.Space, actions: gymnasium.Space, config: Config, own: MakeNetwork | None
     ) -> Network:
         """Make the network for these spaces, or the user's own. Raises PalaError."""
+        network: Network = resolve_name(self.network_by)(observations, actions, config, own)
+        return network
 
     @abc.abstractmethod
     def load_parameters(self, segment: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
@@ -76,6 +84,10 @@ class Algorithm(abc.ABC):
 
 
 class _A2C(Algorithm):
+    build_by = "pala.a2c.agent:build"
+    sleep_by = "pala.exchange.gossip.sleeping:SleepingGossip"
+    network_by = "pala.networks.make:actor_critic"
+
     def method(self, config: Config) -> str:
         exchange = config.exchange
         mixing = f" ({exchange.mixing})" * (exchange.kind == "gossip")
@@ -88,30 +100,6 @@ class _A2C(Algorithm):
         times = f" = {rate / ONE_LEARNER:g} x {ONE_LEARNER:g} for {counted(models, 'model')}"
         words = f"learning rate {rate:g}{times * (a2c.learning_rate == 'auto')}"
         return f"{words}, momentum {a2c.momentum:g}" if a2c.momentum else words
-
-    def build(
-        self,
-        comm: Communicator,
-        config: Config,
-        envs: Envs,
-        make_network: MakeNetwork | None = None,
-        sleeping: Any = None,
-    ) -> Agent[Any]:
-        from pala.a2c.agent import build
-
-        return build(comm, config, envs, make_network, sleeping)
-
-    def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
-        from pala.exchange.gossip.sleeping import SleepingGossip
-
-        return SleepingGossip(comm, config, begin, interrupt)
-
-    def make_network(
-        self, observations: gymnasium.Space, actions: gymnasium.Space, config: Config, own: MakeNetwork | None
-    ) -> Network:
-        from pala.networks.make import actor_critic
-
-        return actor_critic(observations, actions, config, own)
 
     def load_parameters(self, segment: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
         """Take the weighted mean of the ranks' parameters; of independent learners the first's."""
@@ -126,6 +114,9 @@ class _A2C(Algorithm):
 
 
 class _Gorila(Algorithm):
+    build_by = "pala.gorila.agent:build"
+    sleep_by = "pala.gorila.sleeping:SleepingGorila"
+    network_by = "pala.gorila.networks:q_network"
     why_nothing_was_learned = "; see 'gorila.min_replay_steps', and 'rewards_not_finite' in its metrics"
 
     def method(self, config: Config) -> str:
@@ -133,30 +124,6 @@ class _Gorila(Algorithm):
 
     def note_on_begin(self, config: Config) -> str:
         return f"; learning begins after {config.gorila.min_replay_steps:,}"
-
-    def build(
-        self,
-        comm: Communicator,
-        config: Config,
-        envs: Envs,
-        make_network: MakeNetwork | None = None,
-        sleeping: Any = None,
-    ) -> Agent[Any]:
-        from pala.gorila.agent import build
-
-        return build(comm, config, envs, make_network, sleeping)
-
-    def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
-        from pala.gorila.sleeping import SleepingGorila
-
-        return SleepingGorila(comm, config, begin, interrupt)
-
-    def make_network(
-        self, observations: gymnasium.Space, actions: gymnasium.Space, config: Config, own: MakeNetwork | None
-    ) -> Network:
-        from pala.gorila.networks import q_network
-
-        return q_network(observations, actions, config, own)
 
     def load_parameters(self, segment: Path, config: Config, flat: FlatParameters) -> tuple[int, str]:
         """Put the shards' parameters together."""
