@@ -96,7 +96,7 @@ def _rest_of(planned: Planned, made: Made) -> Task | None:
             "preset back, give the comparison another 'name', or move the run away."
         )
     needs = made.lacks(planned)
-    trust = ["--trust-run"] if named_code(planned.config) else []  # the preset names it, too
+    trust = trust_of(planned)
     if needs == "resume":
         over = run_folder.config_of(folder, made.record)
         return _training(planned, needs, ["--resume", str(folder), *trust, *options(planned.config, over)])
@@ -107,6 +107,11 @@ def _rest_of(planned: Planned, made: Made) -> Task | None:
         greedy = "--greedy" if wanted.greedy else "--no-greedy"
         return Task(planned, needs, ["python", "-m", "pala.evaluate", str(folder), *words, greedy, *trust])
     return None
+
+
+def trust_of(planned: Planned) -> list[str]:
+    """Return the option that lets a run continue which names code of the user's: the preset names it, too."""
+    return ["--trust-run"] if named_code(planned.config) else []
 
 
 def why_unfinished(task: Task) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pala.lab.compare.collect import Published, copies_in
-from pala.lab.compare.execute import Task, locked, task_of, tasks_of, why_unfinished
+from pala.lab.compare.execute import Task, locked, task_of, tasks_of, trust_of, why_unfinished
 from pala.lab.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -140,8 +140,8 @@ class Submission:
         on_each = math.ceil(ranks / nodes)
         size = [f"--nodes={nodes}", f"--ntasks-per-node={on_each}"]
         uneven = ["-n", str(run.cell.ranks)] if nodes * on_each != ranks else []  # that train
-        goes_on = ["--continue"] if task.what == "train" else []
-        return [*begin, "--requeue", *size, *options, str(_SCRIPT), *uneven, *goes_on, *task.arguments]
+        again = ["--continue", *trust_of(run)] if task.what == "train" else []  # when it is requeued
+        return [*begin, "--requeue", *size, *options, str(_SCRIPT), *uneven, *again, *task.arguments]
 
 
 def _name(run: Planned) -> str:
