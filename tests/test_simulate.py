@@ -242,6 +242,7 @@ def test_predictions_as_a_user_starts_them(tmp_path: Path, capsys: pytest.Captur
         "| ring      |    80 |", "| allreduce |    80 |",
     ):  # fmt: skip
         assert expected in printed, expected
+    assert "groups of 4 ranks, each with one model; its waiting and MB/s are between groups only." in printed
     result = json.loads((output / "simulation.json").read_text())
     assert len(result["predictions"]) == 2 * 2 * 3 and result["options"]["seed"] == 1 and result["versions"]
     blank = [row for row in result["predictions"] if "reason" in row]

@@ -51,7 +51,8 @@ def _inputs(simulation: dict[str, Any]) -> str:
 
 def _groups(options: dict[str, Any]) -> str:
     group = options.get("group", 1)
-    return f" Gossip goes between groups of {group} ranks, each with one model." if group > 1 else ""
+    of_groups = f" Gossip goes between groups of {group} ranks, each with one model; "
+    return of_groups + "its waiting and MB/s are between groups only." if group > 1 else ""
 
 
 def _columns(options: dict[str, Any]) -> list[Column[dict[str, Any]]]:
