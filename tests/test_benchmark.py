@@ -26,7 +26,7 @@ from pala.gorila.worker import minibatches_at_hand
 from pala.lab.benchmark import __main__ as benchmark
 from pala.lab.benchmark.analysis import _median_us, far_off, parts_of, training_of
 from pala.lab.benchmark.gorila import flops_per_step as gorila_flops
-from pala.lab.benchmark.measure import ContinuedEnvs, Trial, figures_of, flops_per_step, model_us
+from pala.lab.benchmark.measure import ContinuedEnvs, Trial, environment_us, figures_of, flops_per_step, model_us
 from pala.lab.benchmark.pictures import _is_beyond_cores, draw
 from pala.lab.benchmark.report import markdown
 from pala.lab.benchmark.request import JobRequest
@@ -183,6 +183,18 @@ def test_updates_are_timed_by_the_steps_of_the_environments(monkeypatch: pytest.
     assert durations(4) == [4.0] and durations(2) == [2.0]
     envs.forget_durations()
     assert durations(4) == [11.0]
+
+
+def test_the_environments_are_timed_without_the_sleep_of_a_slow_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("pala.lab.benchmark.measure.time.sleep", slept.append)
+    real, agent = MagicMock(num_envs=2, action_masks=None), MagicMock(device="cpu")
+    agent.network.distribution.num_outputs = 3
+    envs = ContinuedEnvs(real, np.zeros(2, np.uint64), slowdown=4.0)
+    assert environment_us(envs, agent, seconds=0.0) > 0
+    assert real.step.call_count == 2 and not slept
+    envs.step(np.zeros(2))
+    assert len(slept) == 1
 
 
 def test_each_training_starts_alike() -> None:
