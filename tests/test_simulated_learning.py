@@ -207,6 +207,7 @@ def test_of_two_options_the_one_that_there_is_not_is_named() -> None:
             {0.5: [5, 7], 1: [1, 2], 4: [-math.inf, 9]},
             "0.5`. It is the lowest rate tried: try lower ones.",
         ),
+        ({0.5: [-math.inf, 3], 1: [-math.inf, -math.inf]}, "No rate learned: each ruined a training. Try lower"),
     ],
 )
 def test_tune_says_what_to_do(returns: dict[float, list[float]], words: str) -> None:

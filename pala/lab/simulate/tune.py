@@ -121,6 +121,9 @@ def _train(command: Command, rate: float, seed: int, on_steps: Callable[[int], N
 def advice(rows: list[_Row], auto: float) -> str:
     """Return what to do, by the rows of all learning rates, of which `auto` is one."""
     best = max(rows, key=lambda row: statistics.fmean(row[1]))
+    rates = [rate for rate, _ in rows]
+    if statistics.fmean(best[1]) == -math.inf:
+        return f"No rate learned: each ruined a training. Try lower `--rates` than {min(rates):g}."
     of_auto = next(returns for rate, returns in rows if rate == auto)
     if best[0] == auto:
         return f"The default, {auto:g}, learned most: leave `a2c.learning_rate` alone."
@@ -129,7 +132,6 @@ def advice(rows: list[_Row], auto: float) -> str:
             f"{best[0]:g} learned most, but its trainings and those of the default, {auto:g}, overlap: leave "
             "`a2c.learning_rate` alone, or try more `--seeds`."
         )
-    rates = [rate for rate, _ in rows]
     end = " It is the {} rate tried: try {} ones.".format(
         *(("lowest", "lower") if best[0] == min(rates) else ("highest", "higher"))
     )
