@@ -444,6 +444,14 @@ def test_ranks_that_other_faults_disturb_say_nothing_of_recovery() -> None:
     assert history.recovered(stop) and history.back_s(stop) == pytest.approx(1.2)
 
 
+def test_a_rank_that_left_is_not_waited_for() -> None:
+    stop = Fault("stop", 1, 2.0, until_s=3.0)
+    history = History([stop], {0: even(0, 5), 1: even(0, 2)}, end_s=5.0)
+    assert not history.recovered(stop)
+    history.left.add(1)
+    assert history.recovered(stop)
+
+
 # ---- real ranks ------------------------------------------------------------------------------------------------------
 
 

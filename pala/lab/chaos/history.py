@@ -113,8 +113,7 @@ class History:
             steps = sum(interval.steps_within(begin_s, end_s) for interval in intervals)
             seconds = sum(interval.seconds_within(begin_s, end_s) for interval in intervals)
             if seconds > 0:
-                has_ended = rank in self.died or rank in self.left
-                trains_s = seconds if has_ended else end_s - max(begin_s, intervals[0].begin_s)
+                trains_s = seconds if self._is_gone(rank) else end_s - max(begin_s, intervals[0].begin_s)
                 total, is_known = total + steps / seconds * trains_s, True
         return total / (end_s - begin_s) if is_known else None
 
@@ -130,15 +129,16 @@ class History:
         return self.steps_per_s(fault.end_s, next_s) if next_s > fault.end_s else None
 
     def recovered(self, fault: Fault) -> bool:
-        """Return whether all whom a fault concerns have made a whole interval since, or have died."""
+        """Return whether all whom a fault concerns have made a whole interval since, or are gone."""
         waits = [rank for rank in self._undisturbed(fault) if self._first_after(rank, fault.at_s) is None]
-        comes_back = fault.kind == "kill" or fault.rank in self.died or self.back_s(fault) is not None
-        return not waits and comes_back
+        return not waits and (fault.kind == "kill" or self._is_gone(fault.rank) or self.back_s(fault) is not None)
 
     def as_usual(self, rank: int, begin_s: float, end_s: float) -> bool:
         """Return whether a rank is expected to train, and no fault disturbs it between two times."""
-        is_gone = rank in self.died or rank in self.left
-        return not is_gone and not any(fault.disturbs(rank, begin_s, end_s) for fault in self.faults)
+        return not self._is_gone(rank) and not any(fault.disturbs(rank, begin_s, end_s) for fault in self.faults)
+
+    def _is_gone(self, rank: int) -> bool:
+        return rank in self.died or rank in self.left
 
     def facts(self) -> Iterator[dict[str, Any]]:
         """Yield each fault with its figures, as the report has them."""
