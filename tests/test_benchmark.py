@@ -29,7 +29,6 @@ from pala.lab.benchmark.gorila import flops_per_step as gorila_flops
 from pala.lab.benchmark.measure import ContinuedEnvs, Trial, environment_us, figures_of, flops_per_step, model_us
 from pala.lab.benchmark.pictures import _is_beyond_cores, draw
 from pala.lab.benchmark.report import markdown
-from pala.lab.benchmark.request import JobRequest
 from pala.lab.benchmark.rounds import Rounds
 from pala.run.metrics import SECTIONS
 from pala.system import jobs
@@ -216,7 +215,7 @@ def test_each_training_starts_alike() -> None:
 
 def test_ranks_that_no_exchange_is_left_to_are_told_why() -> None:
     config = Config(env=EnvConfig("CartPole-v1", num_envs=2), exchange=ExchangeConfig(compression="bfloat16"))
-    request = JobRequest(2, ("allreduce",), ("float32",), 1, 0.1, 1.0, to_table(config), "result")
+    request = {"exchanges": ["allreduce"], "slowdown": 1.0}
     for error in run_ranks(2, lambda comm: Rounds(comm, request, config, threads=1)):
         assert isinstance(error, CollectiveError)
         assert str(error).startswith("No exchange is left to be measured. With '--exchanges allreduce'")

@@ -31,7 +31,6 @@ from pala.lab.benchmark.analysis import BASELINE
 from pala.lab.benchmark.pictures import draw
 from pala.lab.benchmark.protocol import protocol_cost_us
 from pala.lab.benchmark.report import markdown
-from pala.lab.benchmark.request import JobRequest
 from pala.run.provenance import cpu_model, now_utc, provenance
 from pala.system.command_line import check_choices, exit_on_mistake, read_command
 from pala.system.errors import PalaError
@@ -179,18 +178,18 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     """Run one job and return its result, whose files are taken away when it has succeeded. Raises PalaError."""
     folder = output / f"job-{ranks}-ranks"
     folder.mkdir()
-    request = JobRequest(
-        ranks,
-        command.exchanges,
-        command.precisions,
-        command.rounds,
-        command.seconds,
-        command.slowdown,
-        to_table(command.config),
-        str(folder.resolve() / "result.json"),
-    )
-    request.write(folder / "request.json")
-    variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))
+    request = {
+        "ranks": ranks,
+        "exchanges": command.exchanges,
+        "precisions": command.precisions,
+        "rounds": command.rounds,
+        "seconds": command.seconds,
+        "slowdown": command.slowdown,
+        "config": to_table(command.config),
+        "result": str(folder.resolve() / "result.json"),
+    }
+    write_json(folder / "request.json", request)
+    variants = len(command.exchanges) * (len(command.precisions) or len(_PRECISIONS))
     expected_s = 10 + command.rounds * command.seconds * (variants + 1)
     print_result(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s")
     worker = [sys.executable, "-m", "pala.lab.benchmark.worker", str(folder.resolve() / "request.json")]
