@@ -43,7 +43,7 @@ def predict_allreduce(cluster: Cluster, costs: Costs, seed: int) -> Prediction:
     n, hosts = cluster.ranks, cluster.num_hosts
     link = (hosts, costs.model_bytes, cluster.latency_s, cluster.bandwidth_bytes_per_s)
     network_s = min(ring_s(*link), halving_doubling_s(*link))
-    slowness = np.array(cluster.slowness(costs.threads))
+    slowness = np.array(cluster.slowness)
     # Each rank copies and adds the others' share of the vector once, wherever it comes from, and hands on its own.
     handling_s = (n - 1) / n * (costs.send_s + costs.receive_s) * slowness
     generator = np.random.default_rng(seed)

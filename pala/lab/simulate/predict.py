@@ -123,7 +123,6 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
     cluster = Cluster(
         ranks,
         command.ranks_per_host,
-        command.ranks_per_host * costs.threads,
         1e-6 * command.latency_us,
         command.bandwidth_gbit * 1e9 / 8,
         straggler,
