@@ -31,8 +31,7 @@ COSTS = Costs(
 FREE = replace(COSTS, update_quantiles_s=(0.1, 0.1), send_s=0.0, receive_s=0.0, mix_s=0.0, protocol_s=(0.0, 0.0))
 INFINITE = {"latency_s": 0.0, "bandwidth_bytes_per_s": float("inf")}
 METHODS: dict[str, Callable[[Cluster, Costs], Prediction]] = {
-    name: lambda cluster, costs, method=method: method.simulate(cluster, costs, 1)
-    for name, method in methods.METHODS.items()
+    name: lambda cluster, costs, method=method: method(cluster, costs, 1) for name, method in methods.METHODS.items()
 }
 
 
@@ -321,7 +320,7 @@ def test_who_waits_no_more_takes_a_message_where_it_looks_next() -> None:
     assert seen and seen[0] > 0.05 + 1e-6
 
 
-def test_a_published_prediction_of_methods_that_are_gone_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_published_prediction_is_drawn_with_methods_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     file = REPOSITORY / "results/simulation/predict/simulation.json.gz"
     simulation = json.loads(gzip.decompress(file.read_bytes()))
     drawn = list[Any]()
