@@ -686,34 +686,6 @@ def test_ranks_beyond_cores_and_the_upper_bound_are_named(there: Path) -> None:
     assert isinstance(shade, Rectangle) and 2 < shade.get_x() < 4
 
 
-def test_a_number_of_ranks_has_one_colour_in_all_curves_of_scaling(there: Path) -> None:
-    plan = plan_of(PRESET.replace("[1, 2]", "[1, 2, 4]", 1).replace("[1, 2]", "[1]").replace(
-        "[variants.none]", "[variants.none]\nranks = [1, 4]"
-    ))  # fmt: skip
-    plant(plan, {"gossip": (90.0,), "none": (100.0,)})
-    figure = pictures.draw_scaling(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]))
-    assert figure is not None
-    colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes[2:]]
-    gossip, over_time, none = colours[:3]
-    assert gossip == over_time and list(gossip) == ["1 rank", "2 ranks", "4 ranks"] and len(set(gossip.values())) == 3
-    assert none == {ranks: gossip[ranks] for ranks in ("1 rank", "4 ranks")}
-
-
-def test_all_curves_of_scaling_are_in_their_panels(there: Path) -> None:
-    """Where a game has reference scores, too, whose lines end the scaling of the axis that all variants share."""
-    plan = plan_of()
-    plant(plan, {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
-    runs = [
-        replace(run, reference=(0.0, 3.0), returns=run.returns * (9 if run.cell.variant == "none" else 1))
-        for run in (load(planned.folder, plan) for planned in plan.runs)
-    ]
-    figure = pictures.draw_scaling(Comparison.of(plan.preset, runs))
-    assert figure is not None
-    for panel in figure.axes[2:]:
-        tops = [max(line.get_ydata()) for line in panel.lines if len(line.get_ydata()) > 2]
-        assert tops and max(tops) <= panel.get_ylim()[1]
-
-
 def test_a_method_has_one_colour_in_all_comparisons(there: Path) -> None:
     """Its first variant; further ones have what is left."""
     allreduce = '[variants.sync]\nexchange.kind = "allreduce"\n'
