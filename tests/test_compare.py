@@ -686,18 +686,10 @@ def test_ranks_beyond_cores_and_the_upper_bound_are_named(there: Path) -> None:
     assert isinstance(shade, Rectangle) and 2 < shade.get_x() < 4
 
 
-def test_a_method_has_one_colour_in_all_comparisons(there: Path) -> None:
-    """Its first variant; further ones have what is left."""
-    allreduce = '[variants.sync]\nexchange.kind = "allreduce"\n'
-    paired = '[variants.{}]\nexchange.mixing = "paired"\na2c.momentum = {}\na2c.learning_rate = {}\n'
-    several = paired.format("m", 0.5, 1e-3) + paired.format("p", 0, 1e-3) + paired.format("slower", 0.5, 7e-4)
-    looks = []
-    for variants in (allreduce, '[variants.uniform]\nexchange.mixing = "uniform"\n' + several + allreduce):
-        plan = plan_of(PRESET.partition("[variants.gossip]")[0].replace("[1, 2]", "[2]", 1) + variants)
-        plant(plan, dict.fromkeys(plan.preset.variants, (90.0, 80.0)))
-        looks.append(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]).looks)
-        shutil.rmtree("runs")
-    assert looks == [{"sync": 2}, {"uniform": 0, "m": 4, "p": 3, "slower": 5, "sync": 2}]
+def test_variants_look_by_their_place_and_those_that_are_drawn_are_first(there: Path) -> None:
+    plan = plan_of('drawn = ["none"]\n' + PRESET)
+    comparison = Comparison.of(plan.preset, [])
+    assert [comparison.place(variant) for variant in ("none", "gossip")] == [0, 1]
 
 
 def test_only_the_variants_that_are_named_are_drawn(there: Path) -> None:

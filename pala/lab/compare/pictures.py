@@ -91,7 +91,7 @@ def _lines(comparison: Comparison, cells: dict[Cell, list[Run]]) -> list[Line]:
     order = sorted(cells, key=lambda cell: (comparison.variants.index(cell.variant), cell.ranks))
     lines = []
     for place, cell in enumerate(order):
-        look = line_look(comparison.looks[cell.variant]) | {"marker": MARKERS[place % len(MARKERS)]}
+        look = line_look(comparison.place(cell.variant)) | {"marker": MARKERS[place % len(MARKERS)]}
         if several:
             look["linestyle"] = LINE_STYLES[place % len(LINE_STYLES)]
         name = f"{cell.variant}, {counted(cell.ranks, 'rank')}" if several else cell.variant
@@ -157,7 +157,7 @@ def _final_scores(comparison: Comparison) -> Figure | None:
 
 def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Comparison) -> None:
     for y, (cell, values) in enumerate(scores.items()):
-        colour = line_look(comparison.looks[cell.variant])["color"]
+        colour = line_look(comparison.place(cell.variant))["color"]
         panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
         panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
         panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)
@@ -197,7 +197,7 @@ def _draw_speeds(
     is a straight line."""
     counts = sorted({ranks for of in lines.values() for ranks in of})
     for variant, of in lines.items():
-        look = line_look(comparison.looks[variant])
+        look = line_look(comparison.place(variant))
         name = f"{variant}\n(waits for no rank: upper bound)" if comparison.is_independent(game, variant) else variant
         speed.plot(list(of), list(of.values()), label=name, **look)
         efficiency.plot(list(of), list(efficiencies(of).values()), label=name, **look)
