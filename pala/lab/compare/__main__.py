@@ -26,7 +26,7 @@ import tyro
 
 from pala.config.presets import read
 from pala.lab.compare.collect import copies_in, keep, left_out_of, load
-from pala.lab.compare.execute import Executor, chosen, nothing_missing
+from pala.lab.compare.execute import chosen, execute, missing_of, nothing_missing
 from pala.lab.compare.notes import left_out
 from pala.lab.compare.plan import Plan, Planned, Preset, shipped_preset
 from pala.lab.compare.report import write
@@ -107,15 +107,15 @@ def compare(command: Command) -> list[Planned]:
     if command.submit or command.gather:
         failures = _unfinished(runs, results)
     elif runs and not command.report_only:
-        executor = Executor(plan, runs, results)
+        missing = missing_of(runs, results)
         if command.dry_run:
-            _preview([task.words for task in executor.tasks], executor.unfit, results)
+            _preview([task.words for task in missing.tasks], missing.unfit, results)
             return []
-        if executor.is_published and not added:
+        if not any(missing) and not added and not any(run.folder.exists() for run in runs):  # the results have all
             print_result(nothing_missing(results))
             return []
         _check_place(results)
-        failures = executor.run()
+        failures = execute(plan, runs, results, missing)
     _report(plan, added, results)
     return failures
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pala.lab.compare.collect import Published, copies_in
-from pala.lab.compare.execute import Task, locked, task_of, tasks_of, trust_of, why_unfinished
+from pala.lab.compare.execute import Task, locked, missing_of, task_of, trust_of, why_unfinished
 from pala.lab.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -96,7 +96,7 @@ class Submission:
 
     def _tasks(self, queue: dict[str, str]) -> list[Task]:
         """Return what runs without a job still need."""
-        tasks, self.unfit = tasks_of([run for run in self._runs if _name(run) not in queue], self._results)
+        tasks, self.unfit = missing_of([run for run in self._runs if _name(run) not in queue], self._results)
         return tasks
 
     def _submit_report(self, earlier: str | None) -> None:
