@@ -26,7 +26,7 @@ from pala.config.influence import differences
 from pala.lab.compare import __main__ as compare_program
 from pala.lab.compare import execute, measures, pictures
 from pala.lab.compare.__main__ import Command, compare
-from pala.lab.compare.collect import Published, copies_in, fingerprint, keep, load, without_paths
+from pala.lab.compare.collect import Made, copies_in, keep, load, made_in, without_paths
 from pala.lab.compare.execute import Task, chosen
 from pala.lab.compare.measures import Comparison
 from pala.lab.compare.notes import not_begun, notes
@@ -62,7 +62,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def task_of(planned: Planned, results: Path) -> Task | None:
     """Return what a run needs, beside what is in the results now."""
-    return execute.task_of(planned, Published(copies_in(results)))
+    return execute.task_of(planned, made_in(results))
 
 
 def plant(plan: Plan, speeds: dict[str, Sequence[float]], **facts: Any) -> None:
@@ -169,20 +169,26 @@ def test_only_what_decides_a_run_differs() -> None:
     assert differences(in_float32, in_bfloat16) == {"network.precision": ("float32", "bfloat16")}
 
 
-def test_a_fingerprint_is_of_what_decides_a_run() -> None:
-    config = Config()
-    same = replace(
-        config, total_steps=1, run=RunConfig(threads=8, name="x"), network=NetworkConfig(precision="float32")
-    )
-    assert fingerprint(same, 2) == fingerprint(config, 2)
+def test_a_run_is_another_by_what_decides_it() -> None:
+    config = Config(evaluation=EvaluationConfig(episodes=0))
     decayed = replace(config, a2c=replace(config.a2c, learning_rate_decay="linear"))
-    others = {
-        fingerprint(config, 2), fingerprint(config, 3), fingerprint(replace(config, seed=2), 2),
-        fingerprint(config, 2, own_network=True), fingerprint(config, 2, own_environment=True),
-        fingerprint(replace(config, exchange=ExchangeConfig(topology="ring")), 2),
-        fingerprint(decayed, 2), fingerprint(replace(decayed, total_steps=1), 2),
-    }  # fmt: skip
-    assert len(others) == 8
+
+    def status(config: Config, wanted: Config, **segment: Any) -> tuple[str, str]:
+        made = Made(Path("r"), {"completed": True, "segments": [{"ranks": 2} | segment]}, config)
+        return made.status(Planned(Cell("v", "g", 2), "g.toml", wanted, ""))[:2]
+
+    alike = replace(config, run=RunConfig(threads=8, name="x"))
+    assert status(alike, config) == status(replace(config, network=NetworkConfig(precision="float32")), config)
+    assert status(alike, config) == ("complete", "")
+    assert status(replace(config, total_steps=1), config) == ("resume", "")
+    assert status(config, replace(config, total_steps=1)) == ("longer", "total_steps")
+    assert status(decayed, replace(decayed, total_steps=1)) == ("other", "total_steps")
+    assert status(config, config, ranks=3) == ("other", "ranks")
+    assert status(replace(config, seed=2), config) == ("other", "seed")
+    assert status(config, config, python_network=True) == ("other", "network")
+    assert status(config, config, python_environment=True) == ("other", "env.id")
+    ring = replace(config, exchange=ExchangeConfig(topology="ring"))
+    assert status(config, ring) == ("other", "exchange.topology")
 
 
 # ---- what a run still needs ------------------------------------------------------------------------------------------

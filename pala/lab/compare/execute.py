@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pala.config import load_preset
-from pala.lab.compare.collect import Made, Published, copies_in, load
+from pala.lab.compare.collect import Made, load, made_in
 from pala.lab.compare.plan import Plan, Planned, options
 from pala.run import run_folder
 from pala.run.end_watch import EndWatch
@@ -62,21 +62,22 @@ def locked(runs: Iterable[Planned]) -> Iterator[None]:
         yield
 
 
-def task_of(planned: Planned, published: Published) -> Task | None:
-    """Return what a run needs; None if it is complete, here or in the results. Raises PalaError if it was made
-    otherwise than the plan wants it."""
+def task_of(planned: Planned, copies: Sequence[Made]) -> Task | None:
+    """Return what a run needs; None if it is complete, here or among the `copies` of the results. Raises PalaError if
+    it was made otherwise than the plan wants it."""
     if (planned.folder / "run.json").exists():
         return _rest_of(planned, Made.read(planned.folder))
-    copies = published.of(planned)
     wanted = planned.config.total_steps
-    if any(copy.config.total_steps <= wanted and copy.lacks(planned) != "resume" for copy in copies):
+    statuses = [(copy, copy.status(planned).what) for copy in copies if copy.may_be(planned)]
+    if any(status in ("complete", "evaluate") for _, status in statuses):
         return None
-    if longer := [copy for copy in copies if copy.is_longer_than(planned)]:
-        raise PalaError(
-            f"'{longer[0].folder}' is this run with 'total_steps' {longer[0].config.total_steps:,}, and the comparison "
-            f"now asks for {wanted:,}: of two runs of a seed only the longer one is reported. Put the preset back, or "
-            "give the comparison another 'name'."
-        )
+    for copy, status in statuses:
+        if status == "longer" and copy.record["completed"] and copy.last.get("global_steps", 0) > wanted:
+            raise PalaError(
+                f"'{copy.folder}' is this run with 'total_steps' {copy.config.total_steps:,}, and the comparison now "
+                f"asks for {wanted:,}: of two runs of a seed only the longer one is reported. Put the preset back, or "
+                "give the comparison another 'name'."
+            )
     over = load_preset(planned.game_preset)
     return _training(planned, "train", [planned.game_preset, *options(planned.config, over)])
 
@@ -85,18 +86,17 @@ def _rest_of(planned: Planned, made: Made) -> Task | None:
     """Return what a run needs that has begun in its own folder. Raises PalaError if it was made otherwise."""
     folder = made.folder
     run_folder.check_trains_as_before(folder, "compared")
-    if misfits := made.misfits(planned):
-        key, (found, asked) = next(iter(misfits.items()))
-        if key == "ranks":
-            raise WrongRanksError(
-                f"Run '{folder}' last ran with {found} ranks, not {asked}, as where hosts fail; move it away to "
-                "make it again."
-            )
+    needs, setting, found, asked = made.status(planned)
+    if setting == "ranks":
+        raise WrongRanksError(
+            f"Run '{folder}' last ran with {found} ranks, not {asked}, as where hosts fail; move it away to make it "
+            "again."
+        )
+    if setting:
         raise PalaError(
-            f"Run '{folder}' was made with '{key}' {found!r}, but the comparison now asks for {asked!r}. Put the "
+            f"Run '{folder}' was made with '{setting}' {found!r}, but the comparison now asks for {asked!r}. Put the "
             "preset back, give the comparison another 'name', or move the run away."
         )
-    needs = made.lacks(planned)
     trust = trust_of(planned)
     if needs == "resume":
         over = run_folder.config_of(folder, made.record)
@@ -141,10 +141,10 @@ class Missing(NamedTuple):
 def missing_of(runs: Sequence[Planned], results: Path) -> Missing:
     """Return what runs still need. Raises PalaError if a run that exists is not what the plan asks for."""
     missing = Missing([], {})
-    published = Published(copies_in(results))
+    copies = made_in(results)
     for run in runs:
         try:
-            if (task := task_of(run, published)) is not None:
+            if (task := task_of(run, copies)) is not None:
                 missing.tasks.append(task)
         except WrongRanksError as error:
             missing.unfit[run] = str(error)
@@ -215,7 +215,7 @@ def _do(task: Task, results: Path) -> str | None:
     except PalaError as error:
         fault = str(error)
     try:
-        lacks = task_of(task.run, Published(copies_in(results)))
+        lacks = task_of(task.run, made_in(results))
         if lacks is None:
             return None
         return fault or f"The job ended, but: {why_unfinished(lacks)} Its output is in '{log}'."

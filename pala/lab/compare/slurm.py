@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pala.lab.compare.collect import Published, copies_in
+from pala.lab.compare.collect import made_in
 from pala.lab.compare.execute import Task, locked, missing_of, task_of, trust_of, why_unfinished
 from pala.lab.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
@@ -176,10 +176,10 @@ def _ask(command: list[str]) -> str:
 def unfinished(runs: Sequence[Planned], results: Path) -> list[tuple[Planned, str]]:
     """Return those of the runs that are missing or not complete, each with why, and where its output is."""
     found: list[tuple[Planned, str]] = []
-    published = Published(copies_in(results))
+    copies = made_in(results)
     for run in runs:
         try:
-            task = task_of(run, published)
+            task = task_of(run, copies)
             why = why_unfinished(task) if task is not None else ""
         except PalaError as error:
             why = str(error)
