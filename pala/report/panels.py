@@ -38,15 +38,12 @@ def explain_ends(panel: Axes, groups: Sequence[Sequence[Curve]]) -> None:
             return
 
 
-def draw_references(
-    panel: Axes, scores: tuple[float, float] | None, across: bool = False, drawn: tuple[float, float] | None = None
-) -> None:
+def draw_references(panel: Axes, scores: tuple[float, float] | None, across: bool = False) -> None:
     """Draw what random play and a human reach, as lines over what is already drawn; `across` a panel whose returns lie
-    on its x axis. A score that is far from everything drawn is named, with the side on which it lies, and not drawn.
-    `drawn`: the range on that axis of what is drawn, for panels that share it."""
+    on its x axis. A score that is far from everything drawn is named, with the side on which it lies, and not drawn."""
     if scores is None:
         return
-    low, high = drawn or (panel.get_xlim() if across else panel.get_ylim())
+    low, high = panel.get_xlim() if across else panel.get_ylim()
     farthest = _FARTHEST_REFERENCE * (high - low)
     sides = ("left of", "right of") if across else ("below", "above")
     near = []

@@ -2,7 +2,7 @@
 
     Pong, 1 and 2 ranks              pala benchmark --ranks 1 2
     a preset, with other settings    pala benchmark pala_paper/pong --a2c.rollout-steps 5
-    under a minute                   pala benchmark --quick
+    under a minute                   pala benchmark --ranks 2 --seconds 1 --exchanges none gossip --precisions float32
     another launcher                 pala benchmark --launcher 'srun -n {ranks}'
 
 Results go to a new folder: benchmark.md, benchmark.json with every round, benchmark.png. docs/benchmark.md tells how to
@@ -27,11 +27,10 @@ import tyro
 from pala.config import Config, load_preset, to_table
 from pala.config.catalogue import KINDS
 from pala.config.checks import check
-from pala.lab.benchmark.analysis import BASELINE, far_off
+from pala.lab.benchmark.analysis import BASELINE
 from pala.lab.benchmark.pictures import draw
 from pala.lab.benchmark.protocol import protocol_cost_us
 from pala.lab.benchmark.report import markdown
-from pala.lab.benchmark.request import JobRequest
 from pala.run.provenance import cpu_model, now_utc, provenance
 from pala.system.command_line import check_choices, exit_on_mistake, read_command
 from pala.system.errors import PalaError
@@ -45,8 +44,6 @@ from pala.system.text import counted
 
 _PROGRAM = "pala.benchmark"
 _PRECISIONS = ("float32", "bfloat16")
-_LOWEST_RATIO = 0.9  # of training with an exchange to training without, below which --quick fails
-_QUICK_ROUND_S = 5.0  # of training, in all exchanges, at most
 _PROTOCOL_RANKS = (2, 4, 8, 16, 32, 64, 256, 1000)
 
 
@@ -61,12 +58,12 @@ class Command:
     """Numbers of ranks, each a job of its own. Default: 1, 2, 4, … up to the cores that may be used, and those."""
     rounds: int = 5
     """Times that everything is measured."""
-    seconds: float | None = None
-    """Length of one measurement of training; a part gets a fifth of it. Default 5; quick: at most 1.5."""
+    seconds: float = 5.0
+    """Length of one measurement of training; a part gets a fifth of it."""
     exchanges: tuple[str, ...] = ()
-    """Kinds of exchange, for A2C. Default: all; quick: none and gossip."""
+    """Kinds of exchange, for A2C. Default: all."""
     precisions: tuple[str, ...] = ()
-    """float32, bfloat16. Default: both where the processor or GPU has bfloat16's instructions; quick: float32."""
+    """float32, bfloat16. Default: both where the processor or GPU has bfloat16's instructions."""
     launcher: str = "mpirun -np {ranks}"
     """Command that starts the ranks; `{ranks}` stands for their number."""
     output: Path | None = None
@@ -74,8 +71,6 @@ class Command:
     slowdown: float = 1.0
     """Factor by which the last rank is to be slower: it sleeps after each step, by the processor's time that its
     threads took. For a look at stragglers."""
-    quick: bool = False
-    """Under a minute, with 2 ranks (1 on one core); ends with status 1 if an exchange costs more than a tenth."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -96,8 +91,6 @@ def parse(arguments: list[str]) -> Command:
     command = _completed(command)
     if not has_one_exchange:
         check_choices("exchanges", command.exchanges, exchange_kinds())
-    if command.quick and not has_one_exchange and BASELINE not in command.exchanges:
-        raise PalaError(f"'--quick' compares exchanges with '{BASELINE}': add it to '--exchanges'.")
     check_choices("precisions", command.precisions, _PRECISIONS)
     if not all(ranks >= 1 for ranks in command.ranks):
         raise PalaError(f"'--ranks' is {shlex.join(map(str, command.ranks))} but every number must be at least 1.")
@@ -109,7 +102,7 @@ def parse(arguments: list[str]) -> Command:
         raise PalaError(
             "'--slowdown' does not see the time of environments with 'env.vectorization' \"async\": use \"sync\"."
         )
-    if not 0 < (command.seconds or 0) <= 3600:
+    if not 0 < command.seconds <= 3600:
         raise PalaError(f"'--seconds' is {command.seconds:g} but must lie above 0 and be at most 3600.")
     return command
 
@@ -118,18 +111,12 @@ def _completed(command: Command) -> Command:
     """Return the command with a value for each option that was not given."""
     cores = min(physical_cores(os.sched_getaffinity(0)), usable_cores())  # Open MPI starts no more ranks than the first
     powers = tuple(2**i for i in range(cores.bit_length()))
-    ranks = (min(2, cores),) if command.quick else tuple(sorted({*powers, cores}))
-    usual = (BASELINE, "gossip") if command.quick else exchange_kinds()
-    if command.config.exchange_kind.of_algorithm:
-        usual = (command.config.exchange_kind.name,)
-    exchanges = tuple(dict.fromkeys(command.exchanges)) or usual
-    seconds = min(1.5, _QUICK_ROUND_S / len(exchanges)) if command.quick else 5.0
+    kind = command.config.exchange_kind
     return replace(
         command,
-        ranks=tuple(dict.fromkeys(command.ranks)) or ranks,
-        seconds=seconds if command.seconds is None else command.seconds,
-        exchanges=exchanges,
-        precisions=tuple(dict.fromkeys(command.precisions)) or (("float32",) if command.quick else ()),
+        ranks=tuple(dict.fromkeys(command.ranks)) or tuple(sorted({*powers, cores})),
+        exchanges=tuple(dict.fromkeys(command.exchanges)) or ((kind.name,) if kind.of_algorithm else exchange_kinds()),
+        precisions=tuple(dict.fromkeys(command.precisions)),
     )
 
 
@@ -143,7 +130,7 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
     refuse_another_pala()
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
     output = make_output_folder(command.output, "benchmark")
-    options = ("ranks", "rounds", "seconds", "quick", "exchanges", "precisions", "launcher", "slowdown")
+    options = ("ranks", "rounds", "seconds", "exchanges", "precisions", "launcher", "slowdown")
     result = provenance() | {
         "format": 1,
         "date": now_utc(),
@@ -173,13 +160,8 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
 
 def _measure_all(command: Command, output: Path, result: dict[str, Any]) -> None:
     """Run the jobs, which take minutes each, then the protocol; put each into the result when it is done."""
-    jobs = result["jobs"]
     for ranks in command.ranks:
-        jobs.append(_measure(command, ranks, output))
-    if command.quick and far_off(jobs, _LOWEST_RATIO):
-        log("An exchange looks slow: measuring once more, to tell it from noise.")
-        for job in jobs:
-            job["rounds"] = job["rounds"] + _measure(command, job["ranks"], output)["rounds"]
+        result["jobs"].append(_measure(command, ranks, output))
     for ranks in () if command.config.exchange_kind.of_algorithm else _PROTOCOL_RANKS:
         result["protocol_us"][str(ranks)] = round(protocol_cost_us(ranks), 2)
 
@@ -194,21 +176,20 @@ def _failure(stop: PalaError | KeyboardInterrupt | SystemExit) -> tuple[list[str
 
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
     """Run one job and return its result, whose files are taken away when it has succeeded. Raises PalaError."""
-    assert command.seconds is not None
     folder = output / f"job-{ranks}-ranks"
     folder.mkdir()
-    request = JobRequest(
-        ranks,
-        command.exchanges,
-        command.precisions,
-        command.rounds,
-        command.seconds,
-        command.slowdown,
-        to_table(command.config),
-        str(folder.resolve() / "result.json"),
-    )
-    request.write(folder / "request.json")
-    variants = len(request.exchanges) * (len(request.precisions) or len(_PRECISIONS))
+    request = {
+        "ranks": ranks,
+        "exchanges": command.exchanges,
+        "precisions": command.precisions,
+        "rounds": command.rounds,
+        "seconds": command.seconds,
+        "slowdown": command.slowdown,
+        "config": to_table(command.config),
+        "result": str(folder.resolve() / "result.json"),
+    }
+    write_json(folder / "request.json", request)
+    variants = len(command.exchanges) * (len(command.precisions) or len(_PRECISIONS))
     expected_s = 10 + command.rounds * command.seconds * (variants + 1)
     print_result(f"PALA  {counted(ranks, 'rank')}: {command.rounds} rounds, about {expected_s:.0f} s")
     worker = [sys.executable, "-m", "pala.lab.benchmark.worker", str(folder.resolve() / "request.json")]
@@ -238,12 +219,9 @@ def main() -> None:
     command = parse(sys.argv[1:])
     output, result = benchmark(command)
     print_result(f"{output}/benchmark.md, benchmark.json, benchmark.png")
-    slow = far_off(result["jobs"], _LOWEST_RATIO) if command.quick else []
-    for sentence in slow:
-        log(f"pala: {sentence}")
     for sentence in result["failures"]:
         log(f"pala: error: {sentence}")
-    sys.exit(result["exit_status"] or (1 if slow else 0))
+    sys.exit(result["exit_status"])
 
 
 if __name__ == "__main__":

@@ -173,13 +173,3 @@ def _ratio(values: Sequence[float], others: Sequence[float]) -> Spread:
 def all_training(jobs: list[dict[str, Any]]) -> list[Training]:
     """Return the training of all jobs, one after the other."""
     return [training for job in jobs for training in training_of(job)]
-
-
-def far_off(jobs: list[dict[str, Any]], lowest: float) -> list[str]:
-    """Return a sentence for each exchange whose training is below `lowest` of training without one."""
-    return [
-        f"With {t.ranks} ranks in {t.precision}, training with exchange '{t.exchange}' is only {t.of_none.text('.2f')} "
-        f"as fast as without; at least {lowest:g} is expected."
-        for t in all_training(jobs)
-        if t.of_none is not None and t.of_none.median < lowest
-    ]

@@ -40,12 +40,11 @@ def markdown(benchmark: dict[str, Any]) -> str:
 def _conditions(benchmark: dict[str, Any]) -> str:
     jobs, machine = benchmark["jobs"], benchmark["machine"]
     flops = jobs[0]["flops_per_step"]
-    rounds = " or ".join(map(str, sorted({len(job["rounds"]) for job in jobs})))
     cores = f"{machine['cores']} cores"
     gpus = sorted({rank["gpu"] for job in jobs for rank in job["of_ranks"] if rank["gpu"]})
     return (
         f"{', '.join([machine['cpu'], cores, *gpus])}; "
-        f"{rounds} rounds of {benchmark['options']['seconds']:g} s a measurement, interleaved; "
+        f"{len(jobs[0]['rounds'])} rounds of {benchmark['options']['seconds']:g} s a measurement, interleaved; "
         f"median (range) over rounds.{_slowed(benchmark['options'])}\n"
         f"A step is {flops['forward'] / 1e6:.3g} million floating-point operations forward and "
         f"{flops['backward'] / 1e6:.3g} million backward."

@@ -30,7 +30,6 @@ from pala.lab.benchmark.measure import (
     model_us,
     network_us,
 )
-from pala.lab.benchmark.request import JobRequest
 from pala.run.agent import build_envs
 from pala.system.device import has_bfloat16
 from pala.system.errors import CollectiveError, PalaError
@@ -46,27 +45,28 @@ Key = tuple[str, str]  # precision, exchange
 class Rounds:
     """A rank's environments, agents and trials, and what is measured with them."""
 
-    def __init__(self, comm: Communicator, request: JobRequest, config: Config, threads: int) -> None:
+    def __init__(self, comm: Communicator, request: dict[str, Any], config: Config, threads: int) -> None:
+        """Build all that is measured. `request`: the table that `pala benchmark` wrote."""
         self.comm = comm
         self.request = request
         self.config = config
         self.threads = threads
         envs = build_envs(comm, config, threads)
         self.seeds = derive(config.seed, comm.rank, "environments", envs.num_envs)
-        slowdown = request.slowdown if comm.rank == comm.size - 1 else 1.0
+        slowdown = request["slowdown"] if comm.rank == comm.size - 1 else 1.0
         self.envs = ContinuedEnvs(envs, self.seeds, threads, slowdown)
         self.left_out: dict[str, str] = {}
         self.is_gorila = config.exchange_kind.of_algorithm
         self.exchanges = [config.exchange_kind.name]
         if not self.is_gorila:
-            self.exchanges = [kind for kind in request.exchanges if self._is_possible(kind)]
+            self.exchanges = [kind for kind in request["exchanges"] if self._is_possible(kind)]
         if not self.exchanges:
             raise CollectiveError(f"No exchange is left to be measured. {' '.join(self.left_out.values())}")
         first = self._build(config)
         self.device, self.first_weights = first.device, first.flat.data.clone()
         self.precision = first.config.network.precision  # that `auto` means
         both = first.network.is_image and has_bfloat16(self.device)
-        self.precisions = request.precisions or comm.bcast(("float32", "bfloat16") if both else ("float32",))
+        self.precisions = request["precisions"] or comm.bcast(("float32", "bfloat16") if both else ("float32",))
         self.agents: dict[str, A2CAgent | GorilaAgent] = {}
         self.trials: dict[Key, Trial] = {}
         for precision in self.precisions:
@@ -108,7 +108,7 @@ class Rounds:
         for key, trial in self.trials.items():
             warm_up = _WARM_UP_UPDATES * trial.steps_per_update * self.comm.size
             self._train(key, trial.steps_before + warm_up, seconds=0.0)
-        rounds = [self._round(number) for number in range(self.request.rounds)]
+        rounds = [self._round(number) for number in range(self.request["rounds"])]
         result = self._description(first_step_s) | {"rounds": rounds}
         self.envs.close()
         return result
@@ -119,12 +119,12 @@ class Rounds:
         training = {key: self._measure_training(key) for key in keys}
         rows = [{"precision": p, "exchange": e, "ranks": training[p, e]} for p, e in self.trials]
         if self.comm.rank == 0:
-            print(f"round {number + 1} of {self.request.rounds} is done", flush=True)
+            print(f"round {number + 1} of {self.request['rounds']} is done", flush=True)
         return parts | {"training": rows}
 
     def _measure_parts(self) -> dict[str, Any]:
         """Measure each part on all ranks at the same time: they share memory and its bandwidth, as in training."""
-        seconds = _PART_SHARE * self.request.seconds
+        seconds = _PART_SHARE * self.request["seconds"]
         self.comm.barrier()
         first = self.agents[self.precisions[0]]
         environment = environment_us(self.envs, first, seconds)
@@ -149,8 +149,8 @@ class Rounds:
         """Train for about the requested length; return the figures of every rank."""
         trial = self.trials[key]
         steps = trial.steps_per_update
-        updates = max(_WARM_UP_UPDATES * self.comm.size, round(self.rates[key] * self.request.seconds / steps))
-        return self._train(key, trial.steps_before + updates * steps, self.request.seconds)
+        updates = max(_WARM_UP_UPDATES * self.comm.size, round(self.rates[key] * self.request["seconds"] / steps))
+        return self._train(key, trial.steps_before + updates * steps, self.request["seconds"])
 
     def _train(self, key: Key, global_steps: int, seconds: float) -> list[dict[str, Any]]:
         self.comm.barrier()
@@ -182,7 +182,7 @@ class Rounds:
             "precisions": list(self.precisions),
             "exchanges": self.exchanges,
             "left_out": self.left_out,
-            "seconds": self.request.seconds,
+            "seconds": self.request["seconds"],
             "flops_per_step": {"forward": forward, "backward": backward},
             "parameters": self.first_weights.numel(),
             "message_bytes": {exchange: trial.message_bytes for (_, exchange), trial in self.trials.items()},

@@ -147,7 +147,7 @@ def result_of(history: History, plan: Plan, limit_s: float, log_s: float, reache
     first = min((fault.at_s for fault in history.faults), default=history.end_s)
     last = max((fault.end_s for fault in history.faults), default=0.0)
     speeds = {
-        "before": history.steps_per_s(0.0, first),
+        "before": history.steps_per_s(history.begin_s, first),
         "between": history.steps_per_s(first, last) if history.faults else None,
         "after": history.steps_per_s(last, history.end_s) if history.faults else None,
     }

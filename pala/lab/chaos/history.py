@@ -64,6 +64,8 @@ class History:
     """Ranks that were killed or died otherwise, and when that was known; 0 before the watch."""
     left: set[int] = field(default_factory=set)
     """Ranks that were asked to leave, and did."""
+    begin_s: float = 0.0
+    """Time from which on all ranks trained; infinite if they never did."""
     end_s: float = 0.0
     status: str = "running"
     """Status in `run.json` at the end of the watch; `gone` if no process is left of a run that says `running`."""
@@ -100,21 +102,25 @@ class History:
         return first.end_s - fault.until_s
 
     def steps_per_s(self, begin_s: float, end_s: float) -> float | None:
-        """Return the sum of all ranks' speeds between two times; None if no rank's interval lies there."""
-        total, covered_s = 0.0, 0.0
+        """Return the steps of all ranks a second between two times; None if no record tells.
+
+        A rank that dies or leaves counts until its last record. Any other keeps its pace until the end: its next
+        record is still to come.
+        """
+        end_s = min(end_s, max((of[-1].end_s for of in self.intervals.values() if of), default=0.0))
+        total, is_known = 0.0, False
         for rank, intervals in self.intervals.items():
             steps = sum(interval.steps_within(begin_s, end_s) for interval in intervals)
             seconds = sum(interval.seconds_within(begin_s, end_s) for interval in intervals)
-            covered_s = max(covered_s, seconds)
-            if rank in self.died:  # what it does not cover it did not train
-                seconds = end_s - begin_s
-            total += steps / seconds if seconds > 0 else 0.0
-        return total if covered_s > 0 else None
+            if seconds > 0:
+                trains_s = seconds if self._is_gone(rank) else end_s - max(begin_s, intervals[0].begin_s)
+                total, is_known = total + steps / seconds * trains_s, True
+        return total / (end_s - begin_s) if is_known else None
 
     def before(self, fault: Fault) -> float | None:
         """Return the speed of all ranks between the fault before and this one."""
         earlier = [other.at_s for other in self.faults if other.at_s < fault.at_s]
-        return self.steps_per_s(max(earlier, default=0.0), fault.at_s)
+        return self.steps_per_s(max(earlier, default=self.begin_s), fault.at_s)
 
     def after(self, fault: Fault) -> float | None:
         """Return the speed of all ranks between this fault's end and the next fault."""
@@ -123,15 +129,16 @@ class History:
         return self.steps_per_s(fault.end_s, next_s) if next_s > fault.end_s else None
 
     def recovered(self, fault: Fault) -> bool:
-        """Return whether all whom a fault concerns have made a whole interval since, or have died."""
+        """Return whether all whom a fault concerns have made a whole interval since, or are gone."""
         waits = [rank for rank in self._undisturbed(fault) if self._first_after(rank, fault.at_s) is None]
-        comes_back = fault.kind == "kill" or fault.rank in self.died or self.back_s(fault) is not None
-        return not waits and comes_back
+        return not waits and (fault.kind == "kill" or self._is_gone(fault.rank) or self.back_s(fault) is not None)
 
     def as_usual(self, rank: int, begin_s: float, end_s: float) -> bool:
         """Return whether a rank is expected to train, and no fault disturbs it between two times."""
-        is_gone = rank in self.died or rank in self.left
-        return not is_gone and not any(fault.disturbs(rank, begin_s, end_s) for fault in self.faults)
+        return not self._is_gone(rank) and not any(fault.disturbs(rank, begin_s, end_s) for fault in self.faults)
+
+    def _is_gone(self, rank: int) -> bool:
+        return rank in self.died or rank in self.left
 
     def facts(self) -> Iterator[dict[str, Any]]:
         """Yield each fault with its figures, as the report has them."""

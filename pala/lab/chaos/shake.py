@@ -69,7 +69,7 @@ class Shaker:
         self._lasting: list[tuple[Fault, float]] = []  # stops and slowness, and when each is to end
         self._ticks = 0
         self._has_said_alone = False
-        self.history = History()
+        self.history = History(begin_s=math.inf)
         self.watch = Watch(run, self.history, self._now_s)
 
     def shake(self, interrupt: Interrupt) -> None:
@@ -78,6 +78,7 @@ class Shaker:
         guard = Guard()
         try:
             if self._until_all_train(interrupt):
+                self.history.begin_s = self._now_s()
                 self._disturb(guard, interrupt)
                 self._until_recovered(interrupt)
         finally:

@@ -17,7 +17,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -26,7 +26,7 @@ import tyro
 
 from pala.config.presets import read
 from pala.lab.compare.collect import copies_in, keep, left_out_of, load
-from pala.lab.compare.execute import Executor, chosen, nothing_missing
+from pala.lab.compare.execute import chosen, execute, missing_of, nothing_missing
 from pala.lab.compare.notes import left_out
 from pala.lab.compare.plan import Plan, Planned, Preset, shipped_preset
 from pala.lab.compare.report import write
@@ -65,59 +65,89 @@ class Command:
     """Folder of the results. Default: results/NAME."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A command, and what it names."""
+
+    command: Command
+    plan: Plan
+    runs: list[Planned]
+    added: list[Path]
+    results: Path
+
+
 def compare(command: Command) -> list[Planned]:
     """Run, collect and report; returns the runs that failed. Raises PalaError."""
-    if not (command.report_only or command.gather or command.dry_run):
+    mode = _mode(command)
+    starts = mode in ("run", "submit")
+    if starts and not command.dry_run:
         refuse_another_pala()
     if command.preset is None:
         raise PalaError("Name a preset, such as `pong`; `--help` explains the options.")
-    ways = [f"--{way.replace('_', '-')}" for way in ("report_only", "submit", "gather") if getattr(command, way)]
-    if command.dry_run and not command.submit:
-        ways.append("--dry-run")
-    if len(ways) > 1:
-        raise PalaError(f"Give only one of {', '.join(ways)}.")
     plan = Plan(command.preset)
-    runs = chosen(plan, command.only)
     results = command.output or Path("results") / plan.preset.name
-    added = runs_in(command.add)
-    _check_conditions(plan, results)
-    for run in (*added, *copies_in(results)):  # now, and not when all has been trained
-        plan.game_of(run_folder.config_of(run), run)
-    for run in added:
-        run_folder.check_trains_as_before(run, "compared")
-    if left := left_out_of(results):
-        log(f"Trained with settings that are gone, and left out: {', '.join(left)}.")
-    if not runs and not (added or command.report_only or command.gather):
+    asked = _Asked(command, plan, chosen(plan, command.only), runs_in(command.add), results)
+    _check(asked)
+    if asked.runs or not starts:
+        return _MODES[mode](asked)
+    if not asked.added:
         for note in left_out(plan):
             log(note)
         raise PalaError(f"{plan.source} starts no run of what was asked for; give those made elsewhere by `--add`.")
-    if not runs and command.dry_run:
+    if command.dry_run:
         print(f"{plan.source} starts no run of what was asked for; what `--add` gives would be reported.")
         return []
-    failures: list[Planned] = []
-    if command.submit and runs:
-        submission = _submission(plan, runs, command, results)
-        if command.dry_run:
-            _preview(submission.commands(), submission.unfit, results)
-            return []
-        _check_place(results)
-        failures = submission.submit()
-        if submission.jobs:
-            return failures
-    if command.submit or command.gather:
-        failures = _unfinished(runs, results)
-    elif runs and not command.report_only:
-        executor = Executor(plan, runs, results)
-        if command.dry_run:
-            _preview([task.words for task in executor.tasks], executor.unfit, results)
-            return []
-        if executor.is_published and not added:
-            print_result(nothing_missing(results))
-            return []
-        _check_place(results)
-        failures = executor.run()
-    _report(plan, added, results)
-    return failures
+    return _report(asked)
+
+
+def _mode(command: Command) -> str:
+    """Return the one of `_MODES` that is asked for. Raises PalaError if several are."""
+    modes = [mode for mode in _MODES if getattr(command, mode, False)]
+    options = [*modes, "dry_run"] if command.dry_run and not command.submit else modes
+    if len(options) > 1:
+        raise PalaError(f"Give only one of {', '.join(f'--{option}' for option in options).replace('_', '-')}.")
+    return modes[0] if modes else "run"
+
+
+def _run(asked: _Asked) -> list[Planned]:
+    runs, results = asked.runs, asked.results
+    missing = missing_of(runs, results)
+    if asked.command.dry_run:
+        return _preview([task.words for task in missing.tasks], missing.unfit, results)
+    if not any(missing) and not asked.added and not any(run.folder.exists() for run in runs):  # the results have all
+        print_result(nothing_missing(results))
+        return []
+    _check_place(results)
+    return _report(asked, execute(asked.plan, runs, results, missing))
+
+
+def _submit(asked: _Asked) -> list[Planned]:
+    submission = _submission(asked)
+    if asked.command.dry_run:
+        return _preview(submission.commands(), submission.unfit, asked.results)
+    _check_place(asked.results)
+    refused = submission.submit()
+    return refused if submission.jobs else _gather(asked)
+
+
+def _gather(asked: _Asked) -> list[Planned]:
+    """Report, and return the runs that the jobs of a cluster have not finished."""
+    found = unfinished(asked.runs, asked.results)
+    for run, why in found:
+        print_result(f"      {run}: FAILED. {why}")
+    return _report(asked, [run for run, _ in found])
+
+
+def _check(asked: _Asked) -> None:
+    """Find mistakes now, and not when all has been trained. Raises PalaError."""
+    plan, results = asked.plan, asked.results
+    _check_conditions(plan, results)
+    for run in (*asked.added, *copies_in(results)):
+        plan.game_of(run_folder.config_of(run), run)
+    for run in asked.added:
+        run_folder.check_trains_as_before(run, "compared")
+    if left := left_out_of(results):
+        log(f"Trained with settings that are gone, and left out: {', '.join(left)}.")
 
 
 def _check_conditions(plan: Plan, results: Path) -> None:
@@ -156,32 +186,28 @@ def _check_place(results: Path) -> None:
         raise PalaError(f"The folder '{copies}' may not be written to. Give another '--output'.")
 
 
-def _preview(commands: Sequence[Sequence[str]], unfit: Mapping[Planned, str], results: Path) -> None:
+def _preview(commands: Sequence[Sequence[str]], unfit: Mapping[Planned, str], results: Path) -> list[Planned]:
+    """Print what would be started; returns nothing that failed."""
     for run, why in unfit.items():
         log(f"{run}: {why}")
     if commands or not unfit:
         print("\n".join(map(shlex.join, commands)) or nothing_missing(results))
+    return []
 
 
-def _submission(plan: Plan, runs: Sequence[Planned], command: Command, results: Path) -> Submission:
+def _submission(asked: _Asked) -> Submission:
     """Return the jobs, with a last one that does as this command, without submitting."""
-    for note in left_out(plan):
+    command = asked.command
+    for note in left_out(asked.plan):
         log(note)
     added = ["--add", *map(str, command.add)] if command.add else []
-    report = [str(command.preset), "--gather", "--output", str(results), *added]
-    return Submission(plan, runs, results, report, command.only)
+    report = [str(command.preset), "--gather", "--output", str(asked.results), *added]
+    return Submission(asked.plan, asked.runs, asked.results, report, command.only)
 
 
-def _unfinished(runs: Sequence[Planned], results: Path) -> list[Planned]:
-    """Return the runs that the jobs of a cluster have not finished, and say each."""
-    found = unfinished(runs, results)
-    for run, why in found:
-        print_result(f"      {run}: FAILED. {why}")
-    return [run for run, _ in found]
-
-
-def _report(plan: Plan, added: list[Path], results: Path) -> None:
-    """Copy all runs into the results and report what is there."""
+def _report(asked: _Asked, failures: Sequence[Planned] = ()) -> list[Planned]:
+    """Copy all runs into the results and report what is there; returns the failures."""
+    plan, results, added = asked.plan, asked.results, asked.added
     copies = results / "runs"
     begun = (run.folder for run in plan.runs if (run.folder / "run.json").exists())
     made = [run for run in begun if not run_folder.gone_settings(run_folder.read(run))]
@@ -199,6 +225,15 @@ def _report(plan: Plan, added: list[Path], results: Path) -> None:
     if plan.file.resolve() != (results / "preset.toml").resolve() and not is_shipped:
         write_atomically(results / "preset.toml", plan.text)
     print_result("\n".join(f"      {path}" for path in write(plan, runs, results)))
+    return list(failures)
+
+
+_MODES: dict[str, Callable[[_Asked], list[Planned]]] = {
+    "run": _run,
+    "report_only": _report,
+    "submit": _submit,
+    "gather": _gather,
+}
 
 
 def _stop(number: int, frame: object) -> NoReturn:

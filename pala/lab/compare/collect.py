@@ -1,28 +1,25 @@
 """Runs that are there: copies of them in the results, their place in a comparison, and what a planned one still lacks.
 
 A copy holds what a report needs, wherever the run was made, and no path of the machine except those that say what is
-played. Two runs are the same training if their fingerprints are equal. It is made of the settings, which every run.json
-has, whenever it is asked for: one that was kept there would be another as soon as PALA got a new setting.
+played.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pala.algorithms import ALGORITHMS
-from pala.config import Config, ExchangeConfig, to_table
-from pala.config.facts import facts_of
-from pala.config.influence import differences, follows_budget, phrase, settings_that_matter
+from pala.config import Config, ExchangeConfig
+from pala.config.influence import differences, phrase
 from pala.evaluation.record import final_evaluation
 from pala.lab.compare.measures import Run
 from pala.lab.compare.plan import Cell, Plan, Planned
@@ -32,7 +29,6 @@ from pala.run import run_folder
 from pala.run.metrics import metrics_files
 from pala.system.errors import PalaError, reason
 from pala.system.files import json_text, open_to_read, refuse_links, write_atomically
-from pala.system.tables import flatten
 
 _QUOTED = re.compile(r"""(?<=(["']))/(?:[^"'/]+/)*(?=[^"'/]+\1)""")  # blanks and all
 _ABSOLUTE = re.compile(r"(?<![\w./:])/(?:(?:[\w.+@~-]|[=,](?!/)|\\u[0-9a-f]{4})+/)*(?=[\w.\\])")
@@ -171,29 +167,16 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
     return Cell(f"{variant} ({', '.join(phrases)})" if phrases else variant, game, ranks)
 
 
-_BESIDE = ("network.precision", "total_steps")  # a plan may take any precision; a run with more steps continues
-
-
 # ---- what a run is, and lacks ----------------------------------------------------------------------------------------
 
 
-def fingerprint(config: Config, ranks: int | None, own_environment: bool = False, own_network: bool = False) -> str:
-    """Return a hash of all that decides how a run learns and is scored, its seed and its number of ranks too, except
-    the precision, and the budget where no setting follows it."""
-    facts, known = settings_that_matter(flatten(to_table(config))), facts_of(Config)
-    decisive = {key: value for key, value in facts.items() if known[key].decides == "learning" and key not in _BESIDE}
-    if follows_budget(config):
-        decisive["total_steps"] = config.total_steps
-    scored = [getattr(config.evaluation, key) for key in _scored_by(config)]
-    text = json_text([sorted(decisive.items()), scored, ranks, own_environment, own_network])
-    return hashlib.sha256(text.encode()).hexdigest()
+class Status(NamedTuple):
+    """A run that is there, seen from one that is planned; see `Made.status`."""
 
-
-def _scored_by(config: Config) -> list[str]:
-    """Return the settings of `evaluation` by which `pala.evaluate` scores a run, unless it makes no result of it."""
-    explores = ALGORITHMS[config.algorithm].epsilon(config) is not None
-    is_read = {"epsilon": explores, "max_episode_steps": not config.env.is_atari}
-    return [key for key, holds in is_read.items() if holds]
+    what: str
+    setting: str = ""
+    found: object = None
+    asked: object = None
 
 
 @dataclass(frozen=True)
@@ -211,69 +194,64 @@ class Made:
         return cls(folder, record, config_as_computed(folder, record))
 
     @property
-    def ranks(self) -> int | None:
-        """The number of ranks of its newest start."""
-        ranks: int | None = self.record["segments"][-1].get("ranks")
-        return ranks
-
-    @property
-    def fingerprint(self) -> str:
-        """The hash that all runs of the same training have."""
-        own = run_folder.from_python(self.record["segments"][-1])
-        return fingerprint(self.config, self.ranks, own.environment, own.network)
-
-    def is_longer_than(self, planned: Planned) -> bool:
-        """Return whether a page that has this run leaves out the planned one, as the shorter of two."""
-        made = self.record["segments"][-1].get("global_steps", 0)
-        return bool(self.record["completed"]) and made > planned.config.total_steps
+    def last(self) -> dict[str, Any]:
+        """The record of the newest start."""
+        return dict(self.record["segments"][-1])
 
     def may_be(self, planned: Planned) -> bool:
-        """Return whether the run is the planned one, if their fingerprints are equal: it may have another name, but
-        not one that the comparison gives to another variant."""
-        wanted, name = planned.config, self.config.run.name
-        is_named = wanted.run.name in (self.folder.name, name) or name not in planned.others
-        return is_named and wanted.network.precision in ("auto", self.config.network.precision)
+        """Return whether a copy's name allows that it is the planned run: any does that the comparison gives to no
+        other variant."""
+        own = self.config.run.name
+        return planned.config.run.name in (self.folder.name, own) or own not in planned.others
 
-    def lacks(self, planned: Planned) -> str:
-        """Return what the run still needs: `resume`, `evaluate` or nothing."""
-        ended_early = self.record["segments"][-1].get("stopped_early")  # by a callback
-        if not self.record["completed"] or ended_early or self.config.total_steps < planned.config.total_steps:
-            return "resume"
-        evaluation, wanted = final_evaluation(self.folder, self.record), planned.config.evaluation
-        if not wanted.episodes:
-            return ""
+    def status(self, planned: Planned) -> Status:
+        """Return what the run is to the planned one, by its settings, whatever its name.
+
+        | status | the run |
+        |---|---|
+        | `other` | learned or was scored otherwise: `setting` is `found`, not as `asked` |
+        | `longer` | is the planned one with a larger budget |
+        | `resume` | has not completed, was ended early by a callback, or has a smaller budget |
+        | `evaluate` | lacks an evaluation of as many episodes, in the same way |
+        | `complete` | is all that is wanted |
+        """
+        config, wanted = self.config, planned.config
+        for setting, found, asked in self._differences(planned):
+            if found != asked:
+                return Status("other", setting, found, asked)
+        if config.total_steps > wanted.total_steps:
+            return Status("longer", "total_steps", config.total_steps, wanted.total_steps)
+        is_whole = self.record["completed"] and not self.last.get("stopped_early")
+        if not is_whole or config.total_steps < wanted.total_steps:
+            return Status("resume")
+        evaluation, asked_for = final_evaluation(self.folder, self.record), wanted.evaluation
         is_as_wanted = (
             evaluation is not None
-            and evaluation["episodes"] >= wanted.episodes
-            and evaluation.get("greedy", False) == wanted.greedy
+            and evaluation["episodes"] >= asked_for.episodes
+            and evaluation.get("greedy", False) == asked_for.greedy
         )
-        return "" if is_as_wanted else "evaluate"
+        return Status("complete" if is_as_wanted or not asked_for.episodes else "evaluate")
 
-    def misfits(self, planned: Planned) -> dict[str, tuple[object, object]]:
-        """Return the settings that the run was made with and the plan does not want -> both values."""
-        wanted = planned.config
-        differing: dict[str, tuple[object, object]] = dict(differences(self.config, wanted))
-        if self.ranks != planned.cell.ranks:
-            differing["ranks"] = (self.ranks, planned.cell.ranks)
-        if self.config.total_steps > wanted.total_steps:
-            differing["total_steps"] = (self.config.total_steps, wanted.total_steps)
+    def _differences(self, planned: Planned) -> Iterator[tuple[str, object, object]]:
+        """Yield settings that make a run another than the planned one if they differ, what takes least time first."""
+        config, wanted, own = self.config, planned.config, run_folder.from_python(self.last)
+        yield "seed", config.seed, wanted.seed
+        yield "ranks", self.last.get("ranks"), planned.cell.ranks
+        yield "env.id", "from Python" if own.environment else config.env.id, wanted.env.id
+        yield "network", "from Python" if own.network else "PALA's", "PALA's"
+        for key, (found, asked) in differences(config, wanted).items():
+            yield key, found, asked
         for key in _scored_by(wanted) if wanted.evaluation.episodes else ():
-            found, asked = getattr(self.config.evaluation, key), getattr(wanted.evaluation, key)
-            if found != asked:
-                differing[f"evaluation.{key}"] = (found, asked)
-        return differing
+            yield f"evaluation.{key}", getattr(config.evaluation, key), getattr(wanted.evaluation, key)
 
 
-class Published:
-    """The runs in a folder of results, each read once."""
+def _scored_by(config: Config) -> list[str]:
+    """Return the settings of `evaluation` by which `pala.evaluate` scores a run, unless it makes no result of it."""
+    explores = ALGORITHMS[config.algorithm].epsilon(config) is not None
+    is_read = {"epsilon": explores, "max_episode_steps": not config.env.is_atari}
+    return [key for key, holds in is_read.items() if holds]
 
-    def __init__(self, folders: Iterable[Path]) -> None:
-        """Read the runs in `folders`. Raises PalaError if one is damaged."""
-        self._by_fingerprint: dict[str, list[Made]] = {}
-        for made in map(Made.read, folders):
-            self._by_fingerprint.setdefault(made.fingerprint, []).append(made)
 
-    def of(self, planned: Planned) -> list[Made]:
-        """Return the copies of a planned run, of any budget and whether or not they are complete."""
-        found = self._by_fingerprint.get(fingerprint(planned.config, planned.cell.ranks), [])
-        return [made for made in found if made.may_be(planned)]
+def made_in(results: Path) -> list[Made]:
+    """Read the copies of runs in a folder of results. Raises PalaError if one is damaged."""
+    return [Made.read(copy) for copy in copies_in(results)]

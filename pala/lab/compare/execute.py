@@ -10,9 +10,10 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pala.config import load_preset
-from pala.lab.compare.collect import Made, Published, copies_in, load
+from pala.lab.compare.collect import Made, load, made_in
 from pala.lab.compare.plan import Plan, Planned, options
 from pala.run import run_folder
 from pala.run.end_watch import EndWatch
@@ -61,21 +62,22 @@ def locked(runs: Iterable[Planned]) -> Iterator[None]:
         yield
 
 
-def task_of(planned: Planned, published: Published) -> Task | None:
-    """Return what a run needs; None if it is complete, here or in the results. Raises PalaError if it was made
-    otherwise than the plan wants it."""
+def task_of(planned: Planned, copies: Sequence[Made]) -> Task | None:
+    """Return what a run needs; None if it is complete, here or among the `copies` of the results. Raises PalaError if
+    it was made otherwise than the plan wants it."""
     if (planned.folder / "run.json").exists():
         return _rest_of(planned, Made.read(planned.folder))
-    copies = published.of(planned)
     wanted = planned.config.total_steps
-    if any(copy.config.total_steps <= wanted and copy.lacks(planned) != "resume" for copy in copies):
+    statuses = [(copy, copy.status(planned).what) for copy in copies if copy.may_be(planned)]
+    if any(status in ("complete", "evaluate") for _, status in statuses):
         return None
-    if longer := [copy for copy in copies if copy.is_longer_than(planned)]:
-        raise PalaError(
-            f"'{longer[0].folder}' is this run with 'total_steps' {longer[0].config.total_steps:,}, and the comparison "
-            f"now asks for {wanted:,}: of two runs of a seed only the longer one is reported. Put the preset back, or "
-            "give the comparison another 'name'."
-        )
+    for copy, status in statuses:
+        if status == "longer" and copy.record["completed"] and copy.last.get("global_steps", 0) > wanted:
+            raise PalaError(
+                f"'{copy.folder}' is this run with 'total_steps' {copy.config.total_steps:,}, and the comparison now "
+                f"asks for {wanted:,}: of two runs of a seed only the longer one is reported. Put the preset back, or "
+                "give the comparison another 'name'."
+            )
     over = load_preset(planned.game_preset)
     return _training(planned, "train", [planned.game_preset, *options(planned.config, over)])
 
@@ -84,19 +86,18 @@ def _rest_of(planned: Planned, made: Made) -> Task | None:
     """Return what a run needs that has begun in its own folder. Raises PalaError if it was made otherwise."""
     folder = made.folder
     run_folder.check_trains_as_before(folder, "compared")
-    if misfits := made.misfits(planned):
-        key, (found, asked) = next(iter(misfits.items()))
-        if key == "ranks":
-            raise WrongRanksError(
-                f"Run '{folder}' last ran with {found} ranks, not {asked}, as where hosts fail; move it away to "
-                "make it again."
-            )
+    needs, setting, found, asked = made.status(planned)
+    if setting == "ranks":
+        raise WrongRanksError(
+            f"Run '{folder}' last ran with {found} ranks, not {asked}, as where hosts fail; move it away to make it "
+            "again."
+        )
+    if setting:
         raise PalaError(
-            f"Run '{folder}' was made with '{key}' {found!r}, but the comparison now asks for {asked!r}. Put the "
+            f"Run '{folder}' was made with '{setting}' {found!r}, but the comparison now asks for {asked!r}. Put the "
             "preset back, give the comparison another 'name', or move the run away."
         )
-    needs = made.lacks(planned)
-    trust = ["--trust-run"] if named_code(planned.config) else []  # the preset names it, too
+    trust = trust_of(planned)
     if needs == "resume":
         over = run_folder.config_of(folder, made.record)
         return _training(planned, needs, ["--resume", str(folder), *trust, *options(planned.config, over)])
@@ -107,6 +108,11 @@ def _rest_of(planned: Planned, made: Made) -> Task | None:
         greedy = "--greedy" if wanted.greedy else "--no-greedy"
         return Task(planned, needs, ["python", "-m", "pala.evaluate", str(folder), *words, greedy, *trust])
     return None
+
+
+def trust_of(planned: Planned) -> list[str]:
+    """Return the option that lets a run continue which names code of the user's: the preset names it, too."""
+    return ["--trust-run"] if named_code(planned.config) else []
 
 
 def why_unfinished(task: Task) -> str:
@@ -124,18 +130,25 @@ def _training(planned: Planned, what: str, arguments: list[str]) -> Task:
     return Task(planned, what, [*launcher, "python", "-m", "pala.train", *arguments])
 
 
-def tasks_of(runs: Sequence[Planned], results: Path) -> tuple[list[Task], dict[Planned, str]]:
-    """Return what runs still need; and why no job helps those that one has brought to another number of ranks. Raises
-    PalaError if a run that exists is not what the plan asks for."""
-    tasks, unfit = [], {}
-    published = Published(copies_in(results))
+class Missing(NamedTuple):
+    """The rest of a comparison."""
+
+    tasks: list[Task]
+    unfit: dict[Planned, str]
+    """Runs that no job helps, since one has brought them to another number of ranks, with a sentence that says so."""
+
+
+def missing_of(runs: Sequence[Planned], results: Path) -> Missing:
+    """Return what runs still need. Raises PalaError if a run that exists is not what the plan asks for."""
+    missing = Missing([], {})
+    copies = made_in(results)
     for run in runs:
         try:
-            if (task := task_of(run, published)) is not None:
-                tasks.append(task)
+            if (task := task_of(run, copies)) is not None:
+                missing.tasks.append(task)
         except WrongRanksError as error:
-            unfit[run] = str(error)
-    return tasks, unfit
+            missing.unfit[run] = str(error)
+    return missing
 
 
 def chosen(plan: Plan, only: Sequence[str]) -> list[Planned]:
@@ -158,80 +171,65 @@ def nothing_missing(results: Path) -> str:
     )
 
 
-class Executor:
-    """Does the tasks of some planned runs, and says what becomes of each."""
-
-    def __init__(self, plan: Plan, runs: Sequence[Planned], results: Path) -> None:
-        """Find the tasks of the runs. Raises PalaError if a run that exists is not what the plan asks for."""
-        self._plan = plan
-        self._results = results
-        self._runs = runs
-        self.tasks, self.unfit = tasks_of(runs, results)
-        self._seconds = self._steps = 0.0  # of runs trained from start to end
-
-    @property
-    def is_published(self) -> bool:
-        """Whether there is no task because the results have copies of all runs, of which none was made here."""
-        return not self.tasks and not self.unfit and not any(run.folder.exists() for run in self._runs)
-
-    def run(self) -> list[Planned]:
-        """Do the tasks; returns the runs that failed. An interrupted job has written its checkpoints. Raises PalaError
-        if another comparison runs in the same folder."""
-        with locked(task.run for task in self.tasks):
-            return self._run()
-
-    def _run(self) -> list[Planned]:
-        done = len(self._runs) - len(self.tasks) - len(self.unfit)
-        print_result(f"PALA  {self._plan.preset.name}: {done} of {len(self._runs)} runs are complete")
-        if not self.tasks and not self.unfit:
-            print_result(f"      {nothing_missing(self._results)}")
-        for run, why in self.unfit.items():
+def execute(plan: Plan, runs: Sequence[Planned], results: Path, missing: Missing) -> list[Planned]:
+    """Do what is missing of some planned runs, one after the other, and say what becomes of each; returns the runs that
+    failed. An interrupted job has written its checkpoints. Raises PalaError if another comparison runs in the same
+    folder."""
+    tasks, unfit = missing
+    done = len(runs) - len(tasks) - len(unfit)
+    failures = list(unfit)
+    trained_s, trained_steps = 0.0, 0.0  # of runs trained from start to end
+    with locked(task.run for task in tasks):
+        print_result(f"PALA  {plan.preset.name}: {done} of {len(runs)} runs are complete")
+        if not tasks and not unfit:
+            print_result(f"      {nothing_missing(results)}")
+        for run, why in unfit.items():
             print_result(f"      {run}: FAILED. {why}")
-        failures = list(self.unfit)
-        for number, task in enumerate(self.tasks):
-            place = f"      {done + number + 1}/{len(self._runs)}  {task.run}"
+        for number, task in enumerate(tasks, 1):
+            place = f"      {done + number}/{len(runs)}  {task.run}"
             print_result(f"{place}: {_VERBS[task.what]}")
             begin = time.monotonic()
-            fault = self._do(task)
+            fault = _do(task, results)
             if fault is not None:
                 failures.append(task.run)
                 print_result(f"{place}: FAILED. {fault}")
                 continue
             seconds = time.monotonic() - begin
             if task.what == "train":
-                self._seconds, self._steps = self._seconds + seconds, self._steps + task.run.config.total_steps
-            print_result(f"{place}: {self._became(task)}, {duration(seconds)}{self._rest(number)}")
-        return failures
+                trained_s, trained_steps = trained_s + seconds, trained_steps + task.run.config.total_steps
+            left = sum(each.run.config.total_steps for each in tasks[number:] if each.what != "evaluate")
+            rest = f"; about {duration(left * trained_s / trained_steps)} left" if left and trained_steps else ""
+            print_result(f"{place}: {_became(task, plan)}, {duration(seconds)}{rest}")
+    return failures
 
-    def _do(self, task: Task) -> str | None:
-        """Do a task; returns what went wrong, if anything."""
-        log = task.run.log
-        try:
-            folder = task.run.folder
-            run_folder.set_aside(folder)
-            watch = EndWatch(folder, run_folder.num_segments(folder))  # an evaluation makes no entry, so it is not over
-            run_job(task.command, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S, is_over=watch.is_over)
-            fault = ""
-        except PalaError as error:
-            fault = str(error)
-        try:
-            lacks = task_of(task.run, Published(copies_in(self._results)))
-            if lacks is None:
-                return None
-            return fault or f"The job ended, but: {why_unfinished(lacks)} Its output is in '{log}'."
-        except PalaError as error:  # it is not what was asked for: a launcher that starts another number of ranks
-            return str(error)
 
-    def _became(self, task: Task) -> str:
-        try:
-            run = load(task.run.folder, self._plan)
-        except PalaError as error:  # the report will say so again; the other runs continue
-            return str(error)
-        speed = f", {run.steps_per_s:,.0f} steps/s" if run.steps_per_s else ""
-        score, what = (run.training_score, "in training") if run.score is None else (run.score, "evaluated")
-        text = "no episode" if score is None else f"return {short_number(score)} ({what})"
-        return f"{text} after {run.last['global_steps']:,} steps{speed}"
+def _do(task: Task, results: Path) -> str | None:
+    """Do a task; returns what went wrong, if anything."""
+    log = task.run.log
+    try:
+        folder = task.run.folder
+        run_folder.set_aside(folder)
+        watch = EndWatch(folder, run_folder.num_segments(folder))  # an evaluation makes no entry, so it is not over
+        run_job(task.command, log, stop_signal=signal.SIGUSR1, patience_s=_PATIENCE_S, is_over=watch.is_over)
+        fault = ""
+    except PalaError as error:
+        fault = str(error)
+    try:
+        lacks = task_of(task.run, made_in(results))
+        if lacks is None:
+            return None
+        return fault or f"The job ended, but: {why_unfinished(lacks)} Its output is in '{log}'."
+    except PalaError as error:  # it is not what was asked for: a launcher that starts another number of ranks
+        return str(error)
 
-    def _rest(self, number: int) -> str:
-        left = [task.run.config.total_steps for task in self.tasks[number + 1 :] if task.what != "evaluate"]
-        return f"; about {duration(sum(left) * self._seconds / self._steps)} left" if left and self._steps else ""
+
+def _became(task: Task, plan: Plan) -> str:
+    """Return what a run is now."""
+    try:
+        run = load(task.run.folder, plan)
+    except PalaError as error:  # the report will say so again; the other runs continue
+        return str(error)
+    speed = f", {run.steps_per_s:,.0f} steps/s" if run.steps_per_s else ""
+    score, what = (run.training_score, "in training") if run.score is None else (run.score, "evaluated")
+    text = "no episode" if score is None else f"return {short_number(score)} ({what})"
+    return f"{text} after {run.last['global_steps']:,} steps{speed}"

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from pala.config import Config
 from pala.config.influence import differences
 from pala.evaluation.references import human_normalised
 from pala.lab.compare.plan import Cell, Preset
@@ -24,17 +23,6 @@ from pala.run.metrics import Record, is_later, progress_kept
 
 _RESAMPLES = 2000
 _GRID = 500
-_LOOKS = {
-    "uniform": 0,
-    "shared_memory": 1,
-    "allreduce": 2,
-    "paired": 3,
-    "paired, momentum": 4,
-    "push_sum": 5,
-    "none": 6,
-    "gorila": 1,
-}
-_RARE_LOOKS = (4, 5, 6, 11, 12, 13, 18, 19, 20, 25, 26, 27)  # those of the colours that few methods have
 
 
 @dataclass(frozen=True)
@@ -237,21 +225,9 @@ class Comparison:
         """Names of all variants, those of the preset first."""
         return _names(self.preset, self.runs)
 
-    @property
-    def looks(self) -> dict[str, int]:
-        """The number of the colour and line style of each variant that has runs. The first variant of a method has the
-        method's own, the same in all comparisons; the others have those that are left, in order."""
-        methods = {run.cell.variant: _LOOKS.get(_rule_of(run.config)) for run in reversed(self.runs)}
-        variants = [variant for variant in self.variants if variant in methods]
-        variants.sort(key=lambda variant: variant not in self.preset.drawn)  # those that are drawn choose first
-        looks: dict[str, int] = {}
-        for variant in variants:
-            if (own := methods[variant]) is not None and own not in looks.values():
-                looks[variant] = own
-        for variant in variants:
-            free = (look for look in itertools.chain(_RARE_LOOKS, itertools.count()) if look not in looks.values())
-            looks.setdefault(variant, next(free))
-        return looks
+    def place(self, variant: str) -> int:
+        """Return the place of a variant in all pictures, by which it looks; those that are drawn are first."""
+        return list(dict.fromkeys([*self.preset.drawn, *self.variants])).index(variant)
 
     def common_steps(self, cell: Cell) -> int:
         """Return the smallest budget among completed runs of a cell's game and number of ranks."""
@@ -297,12 +273,6 @@ class Comparison:
     def ranks_beyond_cores(self, game: str) -> set[int]:
         """Return the numbers of ranks with which a completed run of a game had more ranks than cores."""
         return {cell.ranks for cell, of in self.cells.items() for r in of if cell.game == game and r.is_beyond_cores}
-
-
-def _rule_of(config: Config) -> str:
-    method = config.exchange_kind.name
-    rule = config.exchange.mixing if method == "gossip" else method
-    return f"{rule}, momentum" if rule == "paired" and config.a2c.momentum else rule
 
 
 def _names(preset: Preset, runs: Sequence[Run]) -> list[str]:

@@ -17,7 +17,8 @@ _FEW_RUNS = 10
 def notes(comparison: Comparison) -> list[str]:
     """Return sentences on what is not alike among the runs, or rough."""
     done = [run for runs in comparison.cells.values() for run in runs]
-    hidden = [name for name in comparison.looks if name not in (comparison.preset.drawn or comparison.variants)]
+    drawn = comparison.preset.drawn or comparison.variants
+    hidden = list(dict.fromkeys(run.cell.variant for run in comparison.runs if run.cell.variant not in drawn))
     found = [
         "" if comparison.preset.undisturbed else
         "Other work ran on the machine in the meantime, so what depends on time is left out (`undisturbed = false`).",

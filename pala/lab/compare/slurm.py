@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pala.lab.compare.collect import Published, copies_in
-from pala.lab.compare.execute import Task, locked, task_of, tasks_of, why_unfinished
+from pala.lab.compare.collect import made_in
+from pala.lab.compare.execute import Task, locked, missing_of, task_of, trust_of, why_unfinished
 from pala.lab.compare.plan import Plan, Planned, Preset
 from pala.run import run_folder
 from pala.system.errors import PalaError
@@ -96,7 +96,7 @@ class Submission:
 
     def _tasks(self, queue: dict[str, str]) -> list[Task]:
         """Return what runs without a job still need."""
-        tasks, self.unfit = tasks_of([run for run in self._runs if _name(run) not in queue], self._results)
+        tasks, self.unfit = missing_of([run for run in self._runs if _name(run) not in queue], self._results)
         return tasks
 
     def _submit_report(self, earlier: str | None) -> None:
@@ -140,8 +140,8 @@ class Submission:
         on_each = math.ceil(ranks / nodes)
         size = [f"--nodes={nodes}", f"--ntasks-per-node={on_each}"]
         uneven = ["-n", str(run.cell.ranks)] if nodes * on_each != ranks else []  # that train
-        goes_on = ["--continue"] if task.what == "train" else []
-        return [*begin, "--requeue", *size, *options, str(_SCRIPT), *uneven, *goes_on, *task.arguments]
+        again = ["--continue", *trust_of(run)] if task.what == "train" else []  # when it is requeued
+        return [*begin, "--requeue", *size, *options, str(_SCRIPT), *uneven, *again, *task.arguments]
 
 
 def _name(run: Planned) -> str:
@@ -176,10 +176,10 @@ def _ask(command: list[str]) -> str:
 def unfinished(runs: Sequence[Planned], results: Path) -> list[tuple[Planned, str]]:
     """Return those of the runs that are missing or not complete, each with why, and where its output is."""
     found: list[tuple[Planned, str]] = []
-    published = Published(copies_in(results))
+    copies = made_in(results)
     for run in runs:
         try:
-            task = task_of(run, published)
+            task = task_of(run, copies)
             why = why_unfinished(task) if task is not None else ""
         except PalaError as error:
             why = str(error)

@@ -29,11 +29,10 @@ _MOST_UPDATES_A_RANK = 400
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks on hosts, one after the other; each host has one full-duplex link, shared by its ranks."""
+    """Ranks on hosts, one after the other, with cores of their own; a host has one full-duplex link for all."""
 
     ranks: int
     ranks_per_host: int = 16
-    cores_per_host: float = 16
     latency_s: float = 50e-6
     """From one host to another, for a message of no length."""
     bandwidth_bytes_per_s: float = 1.25e9
@@ -50,13 +49,10 @@ class Cluster:
         """Return the number of a rank's host."""
         return rank // self.ranks_per_host
 
-    def slowness(self, threads: int) -> list[float]:
-        """Return a factor of the times of each rank. Ranks of a host with too few cores share them evenly."""
-        last = self.ranks - (self.num_hosts - 1) * self.ranks_per_host
-        on_host = [self.ranks_per_host] * (self.num_hosts - 1) + [last]
-        shared = [max(1.0, count * threads / self.cores_per_host) for count in on_host]
-        factors = [shared[self.host_of(rank)] for rank in range(self.ranks)]
-        return [factors[0] * self.straggler, *factors[1:]]
+    @property
+    def slowness(self) -> list[float]:
+        """A factor of the times of each rank."""
+        return [self.straggler] + [1.0] * (self.ranks - 1)
 
     @property
     def updates_a_rank(self) -> int:
@@ -124,10 +120,10 @@ _HURRY_S = 0.0003  # a waiting rank looks for messages this often (`data_proxy.p
 class GossipCluster(VirtualCluster):
     """A virtual cluster whose delays come from links, cores and measured costs. Training has no end here."""
 
-    def __init__(self, cluster: Cluster, costs: Costs, topology: str, seed: int, *, in_phase: bool = False) -> None:
-        """`in_phase`: all ranks begin at once, as at the start of a job; else spread over an update, as after many."""
+    def __init__(self, cluster: Cluster, costs: Costs, topology: str, seed: int) -> None:
+        """Let ranks begin spread over an update, as they are after many."""
         self.costs, self._cluster = costs, cluster
-        self.slowness = cluster.slowness(costs.threads)
+        self.slowness = cluster.slowness
         self._control_bytes = control_bytes(cluster.ranks)
         self._protocol_s = costs.protocol_s[0] / 2 + costs.protocol_s[1] / 2 * cluster.ranks  # on one side
         self._links_out = [Link(cluster.bandwidth_bytes_per_s) for _ in range(cluster.num_hosts)]
@@ -138,7 +134,7 @@ class GossipCluster(VirtualCluster):
         self._announced: list[deque[int]] = [deque() for _ in range(cluster.ranks)]  # the first is being received
         self.bytes_sent = 0
         self._generator = np.random.default_rng(seed)
-        self._phases = np.ones(cluster.ranks) if in_phase else self._generator.random(cluster.ranks)
+        self._phases = self._generator.random(cluster.ranks)
         scenario = Scenario(
             cluster.ranks,
             topology,

@@ -126,12 +126,9 @@ class Learned:
 class Learners:
     """The ranks' actor-learners, with a model each."""
 
-    def __init__(
-        self, config: Config, ranks: int, make: Callable[[EnvConfig], Envs], on_steps: Callable[[int], None]
-    ) -> None:
-        """`make`: makes a rank's environments; `on_steps`: gets the steps of all ranks after each update."""
+    def __init__(self, config: Config, ranks: int, make: Callable[[EnvConfig], Envs]) -> None:
+        """`make`: makes a rank's environments."""
         self.config, self.ranks = config, list[_Rank]()
-        self._on_steps = on_steps
         try:
             for rank in range(ranks):
                 self.ranks.append(_Rank(config, rank, ranks, make(config.env)))
@@ -165,11 +162,10 @@ class Learners:
         parameters.copy_(rank.flat.data)
 
     def note(self, number: int, global_steps: int, time: float) -> None:
-        """Collect a rank's episodes after its update, and tell how many steps were made."""
+        """Collect a rank's episodes after its update."""
         for record in self.ranks[number].learner.take_records():
             if record["type"] == "episode":
                 self.episodes.append((global_steps, round(time, 3), record["return"]))
-        self._on_steps(global_steps)
 
     def look(self, models: Sequence[Tensor], global_steps: int) -> None:
         """Measure how far apart the models are, every now and then."""
@@ -244,24 +240,16 @@ class _Rank:
         self.learner.begin(envs.reset(derive(config.seed, rank, "environments simulated", envs.num_envs)))
 
 
-def nothing_on_steps(global_steps: int) -> None:
-    """Do nothing with the number of steps."""
-
-
 def learn(
-    method: str,
-    config: Config,
-    conditions: Conditions,
-    make: Callable[[EnvConfig], Envs] = make_envs,
-    on_steps: Callable[[int], None] = nothing_on_steps,
+    method: str, config: Config, conditions: Conditions, make: Callable[[EnvConfig], Envs] = make_envs
 ) -> Learned:
-    """Train once; `method` is one of `METHODS`. `on_steps` gets the steps of all ranks after each update. In float32
-    unless bfloat16 is asked for: equal settings and seed give equal results on any machine. Raises PalaError."""
+    """Train once; `method` is one of `METHODS`. In float32 unless bfloat16 is asked for: equal settings and seed give
+    equal results on any machine. Raises PalaError."""
     if config.network.precision == "auto":
         config = dataclasses.replace(config, network=dataclasses.replace(config.network, precision="float32"))
     own = {"kind": method} if method in ("allreduce", "none") else {"kind": "gossip", "mixing": method}
     config = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **own))  # type: ignore[arg-type]
-    learners = Learners(config, conditions.ranks, make, on_steps)
+    learners = Learners(config, conditions.ranks, make)
     try:
         if method in ("allreduce", "none"):
             return _learn_in_rounds(learners, conditions, averaged=method == "allreduce")

@@ -1,4 +1,4 @@
-"""The methods that are predicted: how each is simulated, named and drawn.
+"""The methods that are predicted: gossip by topology, and synchronous A2C.
 
 Synchronous A2C: each update waits for the slowest rank, then all sum their gradients by all-reduce.
 
@@ -16,13 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from pala.lab.simulate.costs import Costs
 from pala.lab.simulate.gossip import Cluster, Prediction, predict_gossip
-from pala.report.pictures import COLOURS
 
 
 def ring_s(hosts: int, num_bytes: float, latency_s: float, bytes_per_s: float) -> float:
@@ -43,7 +41,7 @@ def predict_allreduce(cluster: Cluster, costs: Costs, seed: int) -> Prediction:
     n, hosts = cluster.ranks, cluster.num_hosts
     link = (hosts, costs.model_bytes, cluster.latency_s, cluster.bandwidth_bytes_per_s)
     network_s = min(ring_s(*link), halving_doubling_s(*link))
-    slowness = np.array(cluster.slowness(costs.threads))
+    slowness = np.array(cluster.slowness)
     # Each rank copies and adds the others' share of the vector once, wherever it comes from, and hands on its own.
     handling_s = (n - 1) / n * (costs.send_s + costs.receive_s) * slowness
     generator = np.random.default_rng(seed)
@@ -65,31 +63,12 @@ def predict_allreduce(cluster: Cluster, costs: Costs, seed: int) -> Prediction:
     )
 
 
-Simulate = Callable[[Cluster, Costs, int], Prediction]
-
-
-class Method(NamedTuple):
-    """One of `METHODS`."""
-
-    simulate: Simulate
-    """Called with the cluster, the costs and the seed."""
-    label: str
-    colour: str
-    marker: str
-    marker_size: int
-    is_hollow: bool = False  # it lies on top of others
-    is_compressed: bool = False  # what it sends, if the settings of gossip say so
-
-
 def _gossip(topology: str, cluster: Cluster, costs: Costs, seed: int) -> Prediction:
     return predict_gossip(cluster, costs, topology, seed)
 
 
-METHODS = {
-    "random": Method(partial(_gossip, "random"), "gossip, random", COLOURS[0], "o", 4, is_compressed=True),
-    "exponential": Method(
-        partial(_gossip, "exponential"), "gossip, exponential", COLOURS[5], "s", 7, is_hollow=True, is_compressed=True
-    ),
-    "ring": Method(partial(_gossip, "ring"), "gossip, ring", COLOURS[2], "^", 9, is_hollow=True, is_compressed=True),
-    "allreduce": Method(predict_allreduce, "all-reduce (synchronous A2C)", COLOURS[1], "v", 5),
+METHODS: dict[str, Callable[[Cluster, Costs, int], Prediction]] = {
+    **{topology: partial(_gossip, topology) for topology in ("random", "exponential", "ring")},
+    "allreduce": predict_allreduce,
 }
+"""Name -> how it is simulated: called with the cluster, the costs and the seed."""

@@ -123,14 +123,13 @@ def _row(command: Command, costs: Costs, method: str, ranks: int, straggler: flo
     cluster = Cluster(
         ranks,
         command.ranks_per_host,
-        command.ranks_per_host * costs.threads,
         1e-6 * command.latency_us,
         command.bandwidth_gbit * 1e9 / 8,
         straggler,
     )
     begin = time.perf_counter()
     group = command.group if method in TOPOLOGIES else 1
-    prediction = METHODS[method].simulate(of_groups(cluster, group), group_costs(costs, group), command.seed)
+    prediction = METHODS[method](of_groups(cluster, group), group_costs(costs, group), command.seed)
     seconds = time.perf_counter() - begin
     row |= {"efficiency": prediction.steps_per_s / (ranks * costs.steps_per_s)} | asdict(prediction)
     print_result(
@@ -151,7 +150,7 @@ def _reason_against(command: Command, method: str, ranks: int, costs: Costs | No
     """Return why a method is not simulated with this number of ranks and these costs, or nothing."""
     if method in TOPOLOGIES and command.group > 1 and (ranks % command.group or ranks < 2 * command.group):
         return f"not two or more groups of {command.group} ranks"
-    if costs is not None and not METHODS[method].is_compressed and costs.compression != "none":
+    if costs is not None and method not in TOPOLOGIES and costs.compression != "none":
         return f"not from costs of '{costs.compression}', which is gossip's alone; measure without compression"
     return ""
 

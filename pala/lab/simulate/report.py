@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pala.lab.simulate.methods import METHODS
+from pala.config.catalogue import TOPOLOGIES
 from pala.report.page import Column, Form, Page, origin, table
 from pala.report.panels import tidy_ranks
 from pala.report.pictures import line_look, new_figure, write_picture
@@ -51,7 +51,8 @@ def _inputs(simulation: dict[str, Any]) -> str:
 
 def _groups(options: dict[str, Any]) -> str:
     group = options.get("group", 1)
-    return f" Gossip goes between groups of {group} ranks, each with one model." if group > 1 else ""
+    of_groups = f" Gossip goes between groups of {group} ranks, each with one model; "
+    return of_groups + "its waiting and MB/s are between groups only." if group > 1 else ""
 
 
 def _columns(options: dict[str, Any]) -> list[Column[dict[str, Any]]]:
@@ -131,22 +132,8 @@ def _draw_efficiency(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.plot(ranks, possible, color="black", linewidth=0.8, linestyle=(0, (4, 4)), label="no exchange")
     for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
         mine = [row for row in rows if row["method"] == method]
-        axes.plot([row["ranks"] for row in mine], [row["efficiency"] for row in mine], **_look(method, number))
+        label = f"gossip, {method}" if method in TOPOLOGIES else method
+        axes.plot([row["ranks"] for row in mine], [row["efficiency"] for row in mine], label=label, **line_look(number))
     axes.set_title("all ranks alike" if straggler == 1 else f"one rank {straggler:g} times slower", fontsize=11)
     tidy_ranks(axes, ranks, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_ylim(0, 1.05)
-
-
-def _look(method: str, number: int) -> dict[str, Any]:
-    """Return how a method's line is drawn; one that an earlier version predicted has its own name."""
-    if method not in METHODS:
-        return line_look(number) | {"label": method}
-    style = METHODS[method]
-    return {
-        "color": style.colour,
-        "marker": style.marker,
-        "markersize": style.marker_size,
-        "markerfacecolor": "none" if style.is_hollow else style.colour,
-        "linewidth": 1.4,
-        "label": style.label,
-    }

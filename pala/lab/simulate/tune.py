@@ -10,13 +10,12 @@ a step teaches, not how fast a machine is. Needs no MPI.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from pala.lab.simulate.learn import Learned
 
 _PROGRAM = "pala.tune"
-_EVERY_S = 10.0  # a line of progress
 
 
 @dataclass(frozen=True)
@@ -79,26 +77,7 @@ def parse(arguments: list[str]) -> Command:
     return dataclasses.replace(command, config=config)
 
 
-class Progress:
-    """Lines that say how far all trainings are, every ten seconds."""
-
-    def __init__(self, trainings: int, total_steps: int) -> None:
-        """`trainings`: number of them; `total_steps`: budget of each."""
-        self._trainings, self._total_steps = trainings, total_steps
-        self._began_s = self._said_s = time.monotonic()
-
-    def show(self, what: str, done: int, steps: int) -> None:
-        """Say so if it is time: `done` trainings, and `steps` of the next one, which is called `what`."""
-        now = time.monotonic()
-        if now < self._said_s + _EVERY_S or steps == 0:
-            return
-        self._said_s = now
-        share = (done + min(steps / self._total_steps, 1.0)) / self._trainings
-        left = duration((now - self._began_s) * (1 - share) / share)
-        print_result(f"PALA  {what}: {steps:,} of {self._total_steps:,} steps; about {left} left for all rates")
-
-
-def _train(command: Command, rate: float, seed: int, on_steps: Callable[[int], None]) -> float:
+def _train(command: Command, rate: float, seed: int) -> float:
     """Return the mean return of one training; minus infinity if its steps ruined it. Raises PalaError."""
     from pala.lab.simulate.learn import Conditions, NotFiniteError, learn
 
@@ -107,7 +86,7 @@ def _train(command: Command, rate: float, seed: int, on_steps: Callable[[int], N
     try:
         exchange = config.exchange
         method = exchange.mixing if exchange.kind == "gossip" else exchange.kind
-        learned: Learned = learn(method, config, Conditions(ranks=command.ranks), on_steps=on_steps)
+        learned: Learned = learn(method, config, Conditions(ranks=command.ranks))
     except NotFiniteError:
         return -math.inf
     if not learned.episodes:
@@ -121,6 +100,9 @@ def _train(command: Command, rate: float, seed: int, on_steps: Callable[[int], N
 def advice(rows: list[_Row], auto: float) -> str:
     """Return what to do, by the rows of all learning rates, of which `auto` is one."""
     best = max(rows, key=lambda row: statistics.fmean(row[1]))
+    rates = [rate for rate, _ in rows]
+    if statistics.fmean(best[1]) == -math.inf:
+        return f"No rate learned: each ruined a training. Try lower `--rates` than {min(rates):g}."
     of_auto = next(returns for rate, returns in rows if rate == auto)
     if best[0] == auto:
         return f"The default, {auto:g}, learned most: leave `a2c.learning_rate` alone."
@@ -129,11 +111,15 @@ def advice(rows: list[_Row], auto: float) -> str:
             f"{best[0]:g} learned most, but its trainings and those of the default, {auto:g}, overlap: leave "
             "`a2c.learning_rate` alone, or try more `--seeds`."
         )
-    rates = [rate for rate, _ in rows]
     end = " It is the {} rate tried: try {} ones.".format(
         *(("lowest", "lower") if best[0] == min(rates) else ("highest", "higher"))
     )
     return f"Train with `--a2c.learning-rate {best[0]:g}`.{end if best[0] in (min(rates), max(rates)) else ''}"
+
+
+def time_left(seconds: float, done: int, trainings: int) -> str:
+    """Return the end of a line after `done` of the `trainings`, which took that long: the time that the others need."""
+    return f"; about {duration(seconds / done * (trainings - done))} left" if done < trainings else ""
 
 
 @exit_on_mistake(OSError)
@@ -148,14 +134,10 @@ def main() -> None:
     rates = sorted({*command.rates, auto})
     trainings = counted(len(rates) * len(command.seeds), "training")
     print_result(f"PALA  {command.environment}, {counted(command.ranks, 'rank')}, {trainings} of simulated ranks")
-    rows: list[_Row] = []
-    progress = Progress(len(rates) * len(command.seeds), command.config.total_steps)
-    for number, rate in enumerate(rates):
-        returns: list[float] = []
-        for seed in command.seeds:
-            what = f"rate {number + 1} of {len(rates)}, seed {seed}"
-            done = number * len(command.seeds) + len(returns)
-            returns.append(_train(command, rate, seed, partial(progress.show, what, done)))
-            print_result(f"PALA  learning rate {rate:g}, seed {seed}: mean return {returns[-1]:.2f}")
-        rows.append((rate, returns))
+    rows: list[_Row] = [(rate, []) for rate in rates]
+    began_s = time.monotonic()
+    for done, ((rate, returns), seed) in enumerate(itertools.product(rows, command.seeds), 1):
+        returns.append(_train(command, rate, seed))
+        left = time_left(time.monotonic() - began_s, done, len(rates) * len(command.seeds))
+        print_result(f"PALA  learning rate {rate:g}, seed {seed}: mean return {returns[-1]:.2f}{left}")
     print_result("\n" + table(_COLUMNS, rows) + "\n\n" + advice(rows, auto))
