@@ -28,21 +28,22 @@ import pala
 from pala.system.interrupt import note_leave
 from pala.system.output import open_closed_streams, print_result
 
-PROGRAMS = (
-    "train",
-    "tune",
-    "doctor",
-    "evaluate",
-    "play",
-    "plot",
-    "trace",
-    "compare",
-    "benchmark",
-    "simulate",
-    "chaos",
-    "scores",
-    "presets",
-)
+PROGRAMS = {
+    "train": "pala.train",
+    "tune": "pala.lab.simulate.tune",
+    "doctor": "pala.doctor.__main__",
+    "evaluate": "pala.evaluation.evaluate",
+    "play": "pala.evaluation.play",
+    "plot": "pala.report.plot",
+    "trace": "pala.report.draw_timeline",
+    "compare": "pala.lab.compare.__main__",
+    "benchmark": "pala.lab.benchmark.__main__",
+    "simulate": "pala.lab.simulate.__main__",
+    "chaos": "pala.lab.chaos.__main__",
+    "scores": "pala.lab.scores",
+    "presets": "pala.presets",
+}
+"""Module of each program, which has a `main`."""
 _OF_RANKS = ("-n", "-np", "--host", "--hostfile", "--restarts", "--spares", "--continue", "--mpirun")
 
 
@@ -66,9 +67,8 @@ def main() -> None:
         log(f"pala: error: '{name}' is none of: {', '.join(PROGRAMS)}{nearest(name, PROGRAMS) or '.'}")
         sys.exit(2)
     sys.argv[:2] = [f"pala {name}"]
-    if name == "train" and _starts_ranks(sys.argv[1:]):
-        name = "supervise"
-    program = importlib.import_module("pala.doctor.__main__" if name == "doctor" else f"pala.{name}")
+    starts_ranks = name == "train" and _starts_ranks(sys.argv[1:])
+    program = importlib.import_module("pala.supervise" if starts_ranks else PROGRAMS[name])
     signal.signal(signal.SIGINT, handler)
     program.main()
 

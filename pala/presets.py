@@ -28,7 +28,7 @@ class Command:
 @exit_on_mistake()
 def main() -> None:
     """Run `pala presets`."""
-    words = read_command("pala.presets", sys.argv[1:], Command()).words
+    words = read_command("pala presets", sys.argv[1:], Command()).words
     if not words:
         print_result(_families())
         return

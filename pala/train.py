@@ -40,7 +40,7 @@ from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.output import log, open_closed_streams, print_result
 
-_PROGRAM = "pala.train"
+_PROGRAM = "python -m pala.train"
 
 
 @dataclass(frozen=True)

@@ -351,7 +351,7 @@ def test_jobs_survive_a_stop_while_the_protocol_is_measured(tmp_path: Path, monk
 
 def run_benchmark(launcher: Launcher, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [launcher.folder / "python", "-m", "pala.benchmark", "--output", "out", *arguments],
+        [launcher.folder / "python", "-m", "pala", "benchmark", "--output", "out", *arguments],
         cwd=folder, env=launcher.environment(), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
@@ -373,7 +373,7 @@ def test_a_benchmark_as_a_user_starts_it(any_mpi: Launcher, tmp_path: Path) -> N
     for training in training_of(result["jobs"][-1]):
         assert training.steps_per_s.low > 0 and sum(training.split_us.values()) > 0
         assert training.cpu_per_core < 1.5 and training.exchange_thread_share < 0.5, "a thread spins"
-    assert result["versions"]["torch"] and "pala.benchmark" in result["command"]
+    assert result["versions"]["torch"] and "pala benchmark" in result["command"]
     assert processes_in(tmp_path) == []
 
 

@@ -57,7 +57,7 @@ def state_of(pid: int) -> str:
 
 
 def command(run: Path, *arguments: str) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "pala.chaos", str(run), *arguments]
+    words = [sys.executable, "-m", "pala", "chaos", str(run), *arguments]
     return subprocess.Popen(words, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -312,7 +312,7 @@ def test_kills_leave_one_rank_and_are_reported(run: Path) -> None:
     assert [fault["fault"] for fault in report["faults"]] == ["kill", "kill"]
     assert all(fault["others_s"] > 0 for fault in report["faults"])
     assert report["steps_per_s"]["before"] > report["steps_per_s"]["after"] > 0
-    assert report["plan"]["seed"] == 1 and "pala.chaos" in report["command"]
+    assert report["plan"]["seed"] == 1 and "pala chaos" in report["command"]
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_what_a_run_still_needs(there: Path) -> None:
     assert parse(new.words[new.words.index("pala.train") + 1 :]).config == planned.config
     make_run(planned.folder, planned.config, 1, score=None)
     unscored = task_of(planned, results)
-    assert unscored is not None and unscored.words[2:4] == ["pala.evaluate", "runs/tiny/gossip-Pole-1-1"]
+    assert unscored is not None and unscored.words[2:5] == ["pala", "evaluate", "runs/tiny/gossip-Pole-1-1"]
     shutil.rmtree(planned.folder)
     make_run(planned.folder, planned.config, 1)
     assert task_of(planned, results) is None
@@ -1041,7 +1041,7 @@ def test_a_comparison_that_is_interrupted_goes_on(
 
     def start(*arguments: str) -> Job:
         python = str(any_mpi.folder / "python")
-        return any_mpi.start_command([python, "-m", "pala.compare", "preset.toml", *arguments], cwd=there, env=paced)
+        return any_mpi.start_command([python, "-m", "pala", "compare", "preset.toml", *arguments], cwd=there, env=paced)
 
     stopped, run = start("--only", "none", "gossip"), there / "runs" / "tiny" / "gossip-Pole-2-1"
     metrics = metrics_path(run, 1)
@@ -1066,7 +1066,7 @@ def test_a_comparison_that_is_interrupted_goes_on(
     assert len(record_of(run)["segments"]) == 2 and record_of(run)["completed"]
     page = (there / "results" / "tiny" / "compare.md").read_text()
     assert "2 completed runs of 2 begun" in page and "Resumed; pauses do not count as time: `gossip-Pole-2-1`" in page
-    monkeypatch.setattr(sys, "argv", ["pala.compare", "preset.toml", "--only", "none", "gossip"])
+    monkeypatch.setattr(sys, "argv", ["pala compare", "preset.toml", "--only", "none", "gossip"])
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
@@ -1092,7 +1092,7 @@ def test_a_second_interrupt_kills_a_job_that_is_about_to_end(there: Path, any_mp
     (there / "deaf.sh").write_text(DEAF)
     (there / "preset.toml").write_text(PRESET.replace("sh -c 'exit 3'", "sh deaf.sh"))
     python = str(any_mpi.folder / "python")
-    job = any_mpi.start_command([python, "-m", "pala.compare", "preset.toml"], cwd=there)
+    job = any_mpi.start_command([python, "-m", "pala", "compare", "preset.toml"], cwd=there)
     for awaited in ("begun", "told"):
         wait_for(lambda file=there / awaited: file.exists() or job.process.poll() is not None, what=awaited)
         assert job.process.poll() is None, job.wait().output
@@ -1104,7 +1104,7 @@ def test_a_second_interrupt_kills_a_job_that_is_about_to_end(there: Path, any_mp
 @pytest.mark.slow
 def test_a_mistake_is_one_sentence(there: Path, any_mpi: Launcher) -> None:
     done = subprocess.run(
-        [any_mpi.folder / "python", "-m", "pala.compare", "preset.tml"], capture_output=True, text=True, timeout=60,
+        [any_mpi.folder / "python", "-m", "pala", "compare", "preset.tml"], capture_output=True, text=True, timeout=60,
         env=any_mpi.environment(),
     )  # fmt: skip
     assert done.returncode == 2

@@ -110,7 +110,7 @@ def test_the_report_has_all_that_is_added(there: Path) -> None:
         make_run(there / folder, planned.config, planned.cell.ranks)
     compare(Command(Path("preset.toml"), submit=True, add=(Path("here"), Path("there"))))
     words = shlex.split(asked()[-1].partition("--wrap=exec ")[2])
-    command = read_command("pala.compare", words[words.index("pala.compare") + 1 :], Command())
+    command = read_command("pala compare", words[words.index("compare") + 1 :], Command())
     assert command.gather and command.add == (Path("here"), Path("there"))
 
 

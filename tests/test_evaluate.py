@@ -628,7 +628,7 @@ def test_numbers_of_an_episode_that_have_no_mean_are_left_out() -> None:
 @pytest.mark.slow
 def test_an_evaluation_is_kept_although_nobody_reads_what_is_said(cartpole_run: Path) -> None:
     with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "pala.evaluate", str(cartpole_run), "--episodes", "1", "--threads", "1"]
+        words = [sys.executable, "-m", "pala", "evaluate", str(cartpole_run), "--episodes", "1", "--threads", "1"]
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads((cartpole_run / "evaluation.json").read_text())["episodes"] == 1

@@ -160,7 +160,7 @@ while :; do sleep .1; done
 def test_the_command_passes_signals_on_and_ends_its_hosts(
     number: signal.Signals, possible: Launcher, tmp_path: Path
 ) -> None:
-    """To an mpirun that notes what it is told, and leaves a process behind. `pala.compare` stops a job by SIGUSR1."""
+    """To an mpirun that notes what it is told, and leaves a process behind. `pala compare` stops a job by SIGUSR1."""
     if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("SIGHUP is ignored, as under nohup, and stays so")
     told = signal.SIGTERM if number == signal.SIGHUP else number

@@ -32,23 +32,7 @@ RINGS = (
     ("doctor",),
     ("lab",),
 )
-PROGRAMS = (
-    "__main__",
-    "gossip",
-    "train",
-    "supervise",
-    "tune",
-    "evaluate",
-    "play",
-    "plot",
-    "compare",
-    "benchmark",
-    "simulate",
-    "chaos",
-    "scores",
-    "presets",
-    "trace",
-)
+PROGRAMS = ("__main__", "gossip", "train", "supervise", "presets")
 
 
 def module_of(path: str) -> str:

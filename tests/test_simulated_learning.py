@@ -1,4 +1,4 @@
-"""`python -m pala.simulate learn` and `progress`: real learners on a virtual cluster."""
+"""`pala simulate learn` and `progress`: real learners on a virtual cluster."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_rank_without_home_starts(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
-@pytest.mark.parametrize("module", ["pala.train", "pala.plot", "pala.doctor", "pala train -n 2"])
+@pytest.mark.parametrize("module", ["pala.train", "pala plot", "pala.doctor", "pala train -n 2"])
 @pytest.mark.slow
 def test_a_deleted_folder_is_named(module: str, tmp_path: Path) -> None:
     """Some programs showed a traceback, others `No such file or directory`."""

@@ -30,7 +30,7 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).parents[1] / "configs"
-COMPARISONS = "compare"  # folder of presets of another kind, that of pala.compare
+COMPARISONS = "compare"  # folder of presets of another kind, that of pala compare
 _ENV_ID = re.compile(r"([\w.]+:)?([\w-]+/)?[\w-]+-v\d+(\(.*\))?")  # as Gymnasium's are
 _PLAIN_FAMILY = "atari"  # the family whose games go by their own name
 

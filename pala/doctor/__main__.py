@@ -39,7 +39,7 @@ from pala.system.resources import prepare
 if TYPE_CHECKING:
     from pala.comm.mpi import MpiCommunicator
 
-_PROGRAM = "pala.doctor"
+_PROGRAM = "python -m pala.doctor"
 _LIMIT_S, _LOADING_S = 120.0, 300.0  # a network file system may be slow
 _HEAD_START_S = 3.0
 _TOGETHER = "Look whether all hosts reach each other (firewalls, several networks: docs/doctor.md)."

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pala.evaluation.record import Evaluation
     from pala.evaluation.scoring import Acting
 
-_PROGRAM = "pala.evaluate"
+_PROGRAM = "pala evaluate"
 _LOOK_S = 5.0  # for a newer checkpoint
 
 

@@ -23,7 +23,7 @@ from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.output import print_result
 from pala.system.resources import prepare
 
-_PROGRAM = "pala.play"
+_PROGRAM = "pala play"
 _THREADS = 1  # one environment, one observation at a time
 
 

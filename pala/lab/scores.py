@@ -257,5 +257,5 @@ def write(folders: Sequence[Path], output: Path) -> Path:
 @exit_on_mistake()
 def main() -> None:
     """Run `pala scores`."""
-    command = read_command("pala.scores", sys.argv[1:], Command())
+    command = read_command("pala scores", sys.argv[1:], Command())
     print(write(command.runs, command.output))

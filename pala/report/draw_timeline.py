@@ -220,7 +220,7 @@ def summary(timeline: Timeline) -> str:
 @exit_on_mistake()
 def main() -> None:
     """Run `pala trace`."""
-    command = read_command("pala.trace", sys.argv[1:], Command())
+    command = read_command("pala trace", sys.argv[1:], Command())
     if len(command.runs) != 1:
         raise PalaError("Name one folder, of a run that was trained with `--run.trace`.")
     check_least("begin", command.begin, 0)

@@ -251,5 +251,5 @@ class Command:
 @exit_on_mistake()
 def main() -> None:
     """Run `pala plot`."""
-    command = read_command("pala.plot", sys.argv[1:], Command())
+    command = read_command("pala plot", sys.argv[1:], Command())
     print_result(str(plot(command.runs, command.output, command.group_by)))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def check_trust(run: Path, config: Config, trust_run: bool, given: UserCode = NO
     if pieces and not trust_run and _identity(run) not in _own_runs:
         raise PalaError(
             f"Run '{run}' brings code along, {' and '.join(pieces)}. Loading it runs whatever it is: if it is yours, "
-            f"or you trust whoever made it, add `--trust-run`{_whole_command()} (from Python: `trust_run=True`)."
+            "or you trust whoever made it, add `--trust-run` (from Python: `trust_run=True`)."
         )
 
 
@@ -80,16 +79,6 @@ def trust_option(run: Path, config: Config) -> str:
 def resume_option(run: Path, config: Config) -> str:
     """Return the options that continue a run, with `--trust-run` if it brings code along."""
     return f"--resume {shlex.quote(str(run))}{trust_option(run, config)}"
-
-
-def _whole_command() -> str:
-    """Return the command to give instead, for a program that mpirun does not start."""
-    program = sys.argv[0]
-    if Path(program).parent.name == "pala" and Path(program).stem in ("evaluate", "play"):
-        program = f"python -m pala.{Path(program).stem}"
-    if program not in [f"{start}{name}" for start in ("pala ", "python -m pala.") for name in ("evaluate", "play")]:
-        return ""
-    return f": `{program} {shlex.join(sys.argv[1:])} --trust-run`"
 
 
 def _identity(run: Path) -> tuple[int, int]:

@@ -29,7 +29,7 @@ _TRUTHS = ("true", "false", "1", "0", "yes", "no", "on", "off")
 def read_command(program: str, arguments: list[str], default: C) -> C:
     """Return the command line laid over `default`, an instance of the program's `Command`. Raises PalaError.
 
-    `program` is its module, as in `python -m pala.plot`. `--help` is printed, on rank 0 only, and ends the program.
+    `program`: how it is called, as `pala plot`. `--help` is printed, on rank 0 only, and ends the program.
     """
     refuse_deleted_folder()
     printed = io.StringIO()
@@ -70,8 +70,8 @@ def check_named(command: Any, *options: str) -> None:
 
 
 def _called(program: str) -> str:
-    """Return how the user called the program: by its module, or by the one command for all programs."""
-    return sys.argv[0] if sys.argv[0].startswith("pala ") else f"python -m {program}"
+    """Return how the user called the program: by its module, or by `pala`."""
+    return sys.argv[0] if sys.argv[0].startswith("pala ") else program
 
 
 def _options(command: Any, kind: type = object, section: str = "") -> list[str]:

@@ -1,7 +1,7 @@
 """The recorder of a rank's timeline: what its time is spent on, and which messages it sends and receives.
 
 Whoever records holds a `Trace`, or None where nothing is recorded. An event is 32 bytes, put into a buffer that lies
-ready and is written a few times a minute: nothing is formatted while training runs. `pala.trace` makes of it what
+ready and is written a few times a minute: nothing is formatted while training runs. `pala trace` makes of it what
 viewers open (`pala/report/timeline.py`).
 
 | bytes of the file | content |

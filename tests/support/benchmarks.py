@@ -49,6 +49,6 @@ def canned(*jobs: dict[str, Any]) -> dict[str, Any]:
         "jobs": list(jobs), "config": to_table(CONFIG),
         "machine": {"cpu": "Some CPU", "cores": 2, "host": "h"},
         "options": {"rounds": 3, "seconds": 5.0}, "date": "2026-01-01", "git_commit": "abc", "git_dirty": True,
-        "command": "python -m pala.benchmark",
+        "command": "pala benchmark",
         "protocol_us": {"2": 27.31, "64": 28.5},
     }  # fmt: skip

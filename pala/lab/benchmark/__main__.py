@@ -42,7 +42,7 @@ from pala.system.resources import physical_cores, usable_cores
 from pala.system.search_path import refuse_another_pala
 from pala.system.text import counted
 
-_PROGRAM = "pala.benchmark"
+_PROGRAM = "pala benchmark"
 _PRECISIONS = ("float32", "bfloat16")
 _PROTOCOL_RANKS = (2, 4, 8, 16, 32, 64, 256, 1000)
 

@@ -59,7 +59,7 @@ class Command:
 
 def parse(arguments: list[str]) -> tuple[Path, Command]:
     """Return the run's folder and the checked command line. Raises PalaError."""
-    command = read_command("pala.chaos", arguments, Command())
+    command = read_command("pala chaos", arguments, Command())
     if command.run is None:
         raise PalaError("Name a run that trains now, such as `runs/pong`; `--help` explains the options.")
     check_named(command, "faults")

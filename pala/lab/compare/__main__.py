@@ -40,7 +40,7 @@ from pala.system.interrupt import hangup
 from pala.system.output import log, print_result
 from pala.system.search_path import refuse_another_pala
 
-_PROGRAM = "pala.compare"
+_PROGRAM = "pala compare"
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ class Made:
 
 
 def _scored_by(config: Config) -> list[str]:
-    """Return the settings of `evaluation` by which `pala.evaluate` scores a run, unless it makes no result of it."""
+    """Return the settings of `evaluation` by which `pala evaluate` scores a run, unless it makes no result of it."""
     explores = ALGORITHMS[config.algorithm].epsilon(config) is not None
     is_read = {"epsilon": explores, "max_episode_steps": not config.env.is_atari}
     return [key for key, holds in is_read.items() if holds]

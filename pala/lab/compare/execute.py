@@ -106,7 +106,7 @@ def _rest_of(planned: Planned, made: Made) -> Task | None:
         numbers = {"episodes": wanted.episodes, "num-envs": wanted.num_envs, "seed": planned.config.seed}
         words = [word for name, number in numbers.items() for word in (f"--{name}", str(number))]
         greedy = "--greedy" if wanted.greedy else "--no-greedy"
-        return Task(planned, needs, ["python", "-m", "pala.evaluate", str(folder), *words, greedy, *trust])
+        return Task(planned, needs, ["python", "-m", "pala", "evaluate", str(folder), *words, greedy, *trust])
     return None
 
 

@@ -44,7 +44,7 @@ class Submission:
     def __init__(
         self, plan: Plan, runs: Sequence[Planned], results: Path, report: Sequence[str], only: Sequence[str]
     ) -> None:
-        """`report`: arguments of pala.compare for the last job; `only`: the variants and games by which `runs` were
+        """`report`: arguments of pala compare for the last job; `only`: the variants and games by which `runs` were
         chosen. Raises PalaError if a run that exists is not what the plan asks for, or this is not PALA's
         repository."""
         if not _SCRIPT.exists():
@@ -102,7 +102,7 @@ class Submission:
     def _submit_report(self, earlier: str | None) -> None:
         """Submit the last job, which judges the chosen runs; one of `earlier` that waits makes place for it."""
         chosen = ["--only", *self._only] if self._only else []
-        command = shlex.join([sys.executable, "-m", "pala.compare", *self._report, *chosen])
+        command = shlex.join([sys.executable, "-m", "pala", "compare", *self._report, *chosen])
         log, after = self._folder / "report.log", f"--dependency=afterany:{':'.join(self.jobs)}"
         asked = [option for option in self._plan.preset.slurm.options if option.startswith(_OF_EVERY_JOB)]
         size = [*asked, "--nodes=1", "--ntasks=1"]

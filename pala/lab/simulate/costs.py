@@ -1,4 +1,4 @@
-"""Costs of one rank, as `pala.benchmark` measured them: read from the benchmark.json of a run. Pure, except for the
+"""Costs of one rank, as `pala benchmark` measured them: read from the benchmark.json of a run. Pure, except for the
 file.
 
 Only training *without* exchange is read, and the parts alone: no measured figure of an exchange goes into a prediction.

@@ -52,7 +52,7 @@ class NotFiniteError(PalaError):
 
 
 METHODS = (*RULES, "allreduce", "none")
-_PROGRAM = "pala.simulate learn"
+_PROGRAM = "pala simulate learn"
 _LOOKS = 50  # at the distance between ranks, over a training
 _SLOWNESS = 4.0  # factor by which slow ranks are slower
 

@@ -27,7 +27,7 @@ from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.output import print_result
 
-_PROGRAM = "pala.simulate predict"
+_PROGRAM = "pala simulate predict"
 _MOST_RANKS = 10_000  # every rank has a counter for every rank: 100 times the memory for 10 times the ranks
 _STRAGGLER = 4.0  # the factor by which the slow rank is slower
 

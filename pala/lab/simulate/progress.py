@@ -20,7 +20,7 @@ from pala.report.page import Column, table
 from pala.system.command_line import check_choices, check_named, read_command
 from pala.system.errors import PalaError
 
-_PROGRAM = "pala.simulate progress"
+_PROGRAM = "pala simulate progress"
 _SLOWNESS = (1.0, 4.0)  # factors by which the first rank is slower
 _UPDATES = 200  # of a rank, on average
 

@@ -34,7 +34,7 @@ from pala.system.text import counted, duration
 if TYPE_CHECKING:
     from pala.lab.simulate.learn import Learned
 
-_PROGRAM = "pala.tune"
+_PROGRAM = "pala tune"
 
 
 @dataclass(frozen=True)
