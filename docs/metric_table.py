@@ -42,13 +42,11 @@ METRICS = (
     Metric("rank", "start", _ALL, "", "", "number of the rank, from 0"),
     Metric("ranks", "start", _ALL, "", "ranks", "ranks that train, without spares"),
     Metric("return", "episode", _ALL, "", "score",
-        "sum of the unclipped rewards of the whole episode; null if it was not finite, and then left out by "
-        "readers",
+        "sum of the unclipped rewards of the whole episode; null, and left out, if it was not finite",
     ),
     Metric("length_steps", "episode", _ALL, "", "steps", "length of the whole episode"),
     Metric("info_KEY", "episode", _ALL, "", "",
-        "the number KEY of the episode's last info, for each in `env.episode_info`, or null. In the interval's "
-        "record the mean of its episodes",
+        "the number KEY of its last info (`env.episode_info`), or null; in the interval's record the mean",
     ),
     Metric("episodes_left_out", "interval", _ALL, "", "episodes",
         "that ended and have no record: of more than 1,000 in an interval an even sample is kept",
@@ -60,8 +58,7 @@ METRICS = (
         "speed of this rank; the sum over ranks is the speed of the job",
     ),
     Metric("updates", "interval", ACTOR_CRITIC, "", "",
-        "of this rank since the run began, skipped ones included; with another number of ranks counted on from "
-        "the first rank's",
+        "of this rank since the run began, skipped ones included; with another number of ranks, on from the first's",
     ),
     Metric("updates_skipped", "interval", ACTOR_CRITIC, "", "",
         "left out in this interval because the gradient was not finite",
@@ -84,8 +81,8 @@ METRICS = (
         "`consensus_distance` divided by the L2 norm of this rank's parameters",
     ),
     Metric("own_movement", "interval", ACTOR_CRITIC, "", "",
-        "sketch (32 sums) of this rank's own steps. With `movement`, over all ranks, it gives *progress kept*, "
-        "the share of the ranks' own steps that the mean of their models moves by (`pala/a2c/movement.py`)",
+        "sketch (32 sums) of this rank's own steps; with `movement` it gives *progress kept* "
+        "(`pala/a2c/movement.py`)",
     ),
     Metric("movement", "interval", ACTOR_CRITIC, "", "",
         "the same of how this rank's parameters moved in all",
@@ -107,14 +104,13 @@ METRICS = (
         "messages that were rejected (not finite, of the wrong size or network, or sent too often)",
     ),
     Metric("models_stale", "interval", ACTOR_CRITIC, "", "",
-        "not mixed because this rank or the sender was suspended or cut off meanwhile",
+        "not mixed because this rank or the sender was away meanwhile",
     ),
     Metric("waits_given_up", "interval", ACTOR_CRITIC, "", "",
         "times that this rank's patience ended and it continued without a mix",
     ),
     Metric("sends_without_buffer", "interval", ACTOR_CRITIC, "", "",
-        "sends put off because both send buffers were under way (`shared_memory`: left out because an out-peer "
-        "had not read the last one)",
+        "sends put off because both send buffers were under way (`shared_memory`: left out, the last was not read)",
     ),
     Metric("group", "interval", ACTOR_CRITIC, "", "",
         "number of this rank's group, with `exchange.group`; only its leader sends and mixes",
@@ -140,8 +136,7 @@ METRICS = (
         "the rest: logging, checkpoints. The six sum to 1",
     ),
     Metric("updates", "interval", _GORILA, "learner", "",
-        "minibatches whose gradient was computed since the run began, filtered ones included; with another number "
-        "of ranks counted on from the first rank's",
+        "minibatches whose gradient was computed since the run began, filtered ones included",
     ),
     Metric("loss", "interval", _GORILA, "learner", "reward²",
         "Huber loss of the temporal-difference error",

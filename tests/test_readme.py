@@ -18,8 +18,8 @@ from support.helpers import record_of
 from support.mpi import Launcher
 
 README = REPOSITORY / "README.md"
-RUNNING, PRESETS, EXCHANGES, GORILA = (
-    REPOSITORY / "docs" / f"{name}.md" for name in ("running", "presets", "exchanges", "gorila")
+RUNNING, PRESETS, EXCHANGES, GORILA, RELIABILITY = (
+    REPOSITORY / "docs" / f"{name}.md" for name in ("running", "presets", "exchanges", "gorila", "reliability")
 )
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 FEW = "--total-steps 400 --env.num-envs 4 --env.max-episode-frames 120"
@@ -90,13 +90,12 @@ def test_the_readmes_commands(any_mpi: Launcher, tmp_path: Path) -> None:
 
 def test_options_of_training() -> None:
     """They are only parsed here: `test_supervise.py` restarts a job."""
-    assert "./launch/test.sh" in commands(RUNNING, "./launch/")
-    (restarts,) = (line for line in commands(RUNNING, "./launch/train.sh") if "--restarts" in line)
-    (short,) = (line for line in commands(RUNNING, "./launch/train.sh") if line.endswith("pong --seed 2"))
-    options, others = read_options(shlex.split(restarts)[1:])
-    assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Breakout-v5")
-    config = parse(read_options(shlex.split(short)[1:])[1]).config
-    assert (config.seed, config.env.id) == (2, "ALE/Pong-v5")
+    (restarts,) = commands(RELIABILITY, "pala train -n 4 --spares 1 --restarts 3")
+    (rate,) = commands(PRESETS, "pala train -n 2 pong")
+    options, others = read_options(shlex.split(restarts)[2:])
+    assert (options.ranks, options.restarts, parse(others).config.env.id) == (4, 3, "ALE/Pong-v5")
+    config = parse(read_options(shlex.split(rate)[2:])[1]).config
+    assert (config.a2c.learning_rate, config.env.id) == (7e-4, "ALE/Pong-v5")
 
 
 def test_the_commands_for_each_case_train_what_they_say() -> None:

@@ -2,7 +2,7 @@
 
     python results/library/bench.py --plan short --minutes 8
     python results/library/bench.py --plan long --minutes 90
-    python results/library/bench.py --plan exchange --before CHECKOUT --minutes 7.5
+    python results/library/bench.py --plan exchange --minutes 7.5
     python results/library/bench.py --plan gpu --minutes 2
 
 Appends a JSON line a job to bench.jsonl, beside this file; of the plan `exchange` to
@@ -16,7 +16,7 @@ An update is a backward pass over ten layers that *sleeps* 50 ms in all, 5 ms a 
 ranks that compute would compete for two cores and measure those. `ddp` may send a layer's gradient while the next
 layers sleep, as in a real backward pass. Rank 0's updates are timed, except for the first five. In `slow` the last rank
 sleeps four times as long; in `killed` it ends itself by SIGKILL after a third of the updates. The plan `exchange` has
-the ways to exchange less, and as `before` the gossip of another checkout of PALA.
+the ways to exchange less.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LIMIT_S = 400.0  # a job that has not ended by then hangs, and is killed
 class Case:
     """What a job measures."""
 
-    library: str  # none, gossip, before, ddp
+    library: str  # none, gossip, ddp
     parameters: int
     ranks: int
     network: str = "host"  # or a rate: one rank on each virtual host
@@ -80,7 +80,7 @@ def cases_of(plan: str) -> Iterator[Case]:
     million = 10**6
     if plan == "exchange":
         for ranks in (2, 4):
-            yield from (Case(library, 10 * million, ranks) for library in ("none", "gossip", "before"))
+            yield from (Case(library, 10 * million, ranks) for library in ("none", "gossip"))
             yield from (Case("gossip", 10 * million, ranks, every=every) for every in (2, 4, 8))
             yield from (Case("gossip", 10 * million, ranks, every=e, compression="bfloat16") for e in (1, 4))
         return
@@ -159,7 +159,7 @@ def make_model(parameters: int, compute_s: float, device: str) -> Any:
     return Model().to(device)
 
 
-def run_rank(case: Case, master: str, folder: Path, before: Path | None = None) -> None:
+def run_rank(case: Case, master: str, folder: Path) -> None:
     """Make the updates of a rank; rank 0 writes how long each took, and how it ended."""
     import torch
 
@@ -201,9 +201,7 @@ def run_rank(case: Case, master: str, folder: Path, before: Path | None = None) 
         for _, _ in zip(range(case.updates), updates(model, lambda: None), strict=False):
             pass
         write()
-    elif case.library in ("gossip", "before"):
-        if case.library == "before":
-            sys.path.insert(0, str(before))
+    elif case.library == "gossip":
         import pala
 
         with pala.Gossip(model, total_steps=10**9, every=case.every, compression=case.compression) as gossip:
@@ -230,7 +228,7 @@ def run_rank(case: Case, master: str, folder: Path, before: Path | None = None) 
 # ---- all ranks -------------------------------------------------------------------------------------------------------
 
 
-def run_case(case: Case, before: Path | None = None) -> dict[str, Any]:
+def run_case(case: Case) -> dict[str, Any]:
     """Run a case's ranks; return what rank 0 wrote."""
     from virtual_hosts import VirtualHosts
 
@@ -243,7 +241,6 @@ def run_case(case: Case, before: Path | None = None) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="bench-")))
         rank = [sys.executable, str(Path(__file__).resolve()), "--rank", json.dumps(asdict(case))]
-        rank += ["--before", str(before)] if before is not None else []
         rank = ["--with-ft", "ulfm", *rank] if case.fault == "killed" else rank
         if case.network == "host":
             command = ["mpirun", "-np", str(case.ranks), *rank, "--master", f"127.0.0.1:{free_port()}"]
@@ -292,11 +289,6 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout; "" if git knows none there."""
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout.strip()
-
-
 def facts() -> dict[str, Any]:
     """The commit, versions and machine that a line is of."""
     found = {"python": platform.python_version()}
@@ -307,7 +299,8 @@ def facts() -> dict[str, Any]:
             continue
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     cpu = model[0].partition(": ")[2] if model else platform.machine()
-    return {"commit": commit_of(REPOSITORY), "versions": found, "cpu": cpu, "cores": len(os.sched_getaffinity(0))}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
+    return {"commit": commit, "versions": found, "cpu": cpu, "cores": len(os.sched_getaffinity(0))}
 
 
 def main() -> None:
@@ -317,13 +310,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="no job begins after that")
     parser.add_argument("--passes", type=int, default=10, help="over the plan, at most")
     parser.add_argument("--output", type=Path, help="a file beside this one if not given")
-    parser.add_argument("--before", type=Path, help="checkout whose gossip the plan 'exchange' measures as well")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--master", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        run_rank(Case(**json.loads(options.rank)), options.master, options.folder, options.before)
+        run_rank(Case(**json.loads(options.rank)), options.master, options.folder)
         return
 
     from virtual_hosts import why_not
@@ -332,7 +324,6 @@ def main() -> None:
     if reason is not None:
         print(f"Cases at a limited rate are left out: {reason}")
     cases = [case for case in cases_of(options.plan) if case.network == "host" or reason is None]
-    cases = [case for case in cases if case.library != "before" or options.before is not None]
     output = options.output or HERE / FILES.get(options.plan, "bench.jsonl")
     lines = output.read_text().splitlines() if output.exists() else []
     done = {(Case(**line["case"]), line["round"]) for line in map(json.loads, lines)}
@@ -347,9 +338,7 @@ def main() -> None:
                 return
             begin, load = time.monotonic(), round(os.getloadavg()[0], 2)
             line = {"case": asdict(case), "round": number, "date": time.strftime("%FT%TZ", time.gmtime())}
-            line |= {"load_1min_before": load} | run_case(case, options.before) | made_by
-            if case.library == "before":
-                line["commit"] = commit_of(options.before)
+            line |= {"load_1min_before": load} | run_case(case) | made_by
             with output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             times = sorted(line["update_s"][WARM_UP:])

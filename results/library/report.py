@@ -80,20 +80,20 @@ def added() -> str:
             found = {n: counted(jobs[case, library, n]) for n in rounds if (case, library, n) in jobs}
             medians = [median(values) - median(alone[n]) for n, values in found.items() if values]
             means = [mean(values) - mean(alone[n]) for n, values in found.items() if values]
-            cells += [spread(medians), spread(means), f"{2 * median(means):.1f} %" if means else "-"]
+            cells += [spread(medians), spread(means)]
         rows.append([*cells, str(len(rounds))])
     head = ["million parameters", "ranks", "network", "`none`, ms"]
     for library in ("gossip", "DDP"):
-        head += [f"{library} adds, median, ms", "mean, ms", "mean, of 50 ms"]
+        head += [f"{library} adds, median, ms", "mean, ms"]
     return table([*head, "rounds"], rows, 0)
 
 
-def exchange(name: str, gossip: str) -> str:
-    """What ways to exchange add to an update, less that of `none` in the same round; `gossip` is what it is called."""
+def exchange(name: str) -> str:
+    """What ways to exchange add to an update, less that of `none` in the same round."""
     jobs: dict[tuple[int, str], dict[int, Line]] = defaultdict(dict)
     for line in lines_of(name):
         case = line["case"]
-        way = [{"gossip": gossip, "ddp": "DDP"}.get(case["library"], case["library"])]
+        way = ["DDP" if case["library"] == "ddp" else case["library"]]
         way += [f"`every={case['every']}`"] if case["every"] > 1 else []
         way += [f"`{case['compression']}`"] if case["compression"] != "none" else []
         jobs[case["ranks"], ", ".join(way)][line["round"]] = line
@@ -106,26 +106,10 @@ def exchange(name: str, gossip: str) -> str:
         cpu = [1e3 * (line["cpu_s"] - none["cpu_s"]) for line, none in pairs]
         mixes = [line["mixes"] for line, _ in pairs]
         if way != "none" and pairs:
-            part = f"{2 * median(means):.1f} %"
-            rows.append([way, str(ranks), spread(medians), spread(means), part, spread(cpu), spread(mixes, 2)])
+            rows.append([way, str(ranks), spread(medians), spread(means), spread(cpu), spread(mixes, 2)])
             rows[-1].append(str(len(pairs)))
-    head = ["exchange", "ranks", "adds, median, ms", "mean, ms", "mean, of 50 ms", "processor time, ms"]
+    head = ["exchange", "ranks", "adds, median, ms", "mean, ms", "processor time, ms"]
     return table([*head, "mixes an update", "rounds"], rows, 1)
-
-
-def passes() -> str:
-    """Processor time of each pass over 10 million parameters."""
-    lines = lines_of("passes.jsonl")
-    took: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for line in lines:
-        for name, values in line["took_ms"].items():
-            took[name][f"`{line['compression']}`, {line['commit'][:7]}"] += values
-    columns = list(dict.fromkeys(column for of in took.values() for column in of))
-    rows = [
-        [name, *(f"{min(of[c]):.1f}, {median(of[c]):.1f}" if of[c] else "-" for c in columns)]
-        for name, of in took.items()
-    ]
-    return table(["pass", *(f"{column}: least, median, ms" for column in columns)], rows, 1)
 
 
 def faults() -> str:
@@ -172,8 +156,8 @@ def made_by(name: str) -> str:
     loads = [line["load_1min_before"] for line in lines]
     return (
         f"{len(lines)} jobs of commit {commits}, {min(line['date'] for line in lines)} to "
-        f"{max(line['date'] for line in lines)}; {machine}; {versions}. Load average of a minute before each job: "
-        f"{min(loads)} to {max(loads)}, which the job before is a part of."
+        f"{max(line['date'] for line in lines)}; {machine}; {versions}. Load before each job, the one before it "
+        f"included: {min(loads)} to {max(loads)}."
     )
 
 
@@ -181,13 +165,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "examples": examples,
     "added": added,
     "faults": faults,
-    "exchange": partial(exchange, "exchange.jsonl", "now"),
-    "gpu": partial(exchange, "gpu.jsonl", "gossip"),
-    "passes": passes,
+    "exchange": partial(exchange, "exchange.jsonl"),
+    "gpu": partial(exchange, "gpu.jsonl"),
     "made by": partial(made_by, "bench.jsonl"),
     "exchange made by": partial(made_by, "exchange.jsonl"),
     "gpu made by": partial(made_by, "gpu.jsonl"),
-    "passes made by": partial(made_by, "passes.jsonl"),
 }
 
 

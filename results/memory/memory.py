@@ -21,7 +21,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -113,6 +112,7 @@ def speed() -> None:
     """Measure CPU seconds of training a step of Pong, variant by variant, in rounds."""
     from pala.a2c.agent import make_agent
     from pala.a2c.learner import Learner
+    from pala.comm.mpi_process import start_mpi
     from pala.envs.vector import make_envs
     from pala.exchange.budget import ExchangeState
     from pala.exchange.none import NoExchange
@@ -120,7 +120,7 @@ def speed() -> None:
     from pala.run.provenance import provenance
     from pala.system.interrupt import Interrupt
 
-    commit = provenance()["git_commit"]
+    commit, comm = provenance()["git_commit"], start_mpi()
     torch.set_num_threads(1)
     learners = {}
     for name, network in {
@@ -134,10 +134,9 @@ def speed() -> None:
         agent = make_agent(0, config, envs, device)
         agent.generator = make_generator(1, 0, device)
         interrupt = Interrupt()
-        comm: Any = SimpleNamespace(rank=0, size=1, deaths=SimpleNamespace)
         exchange = NoExchange(comm, agent.flat.data, config.total_steps, ExchangeState([0]), interrupt)
         learners[name] = Learner(agent, exchange, interrupt)
-        learners[name].reset(np.arange(config.env.num_envs, dtype=np.int32))
+        learners[name].begin(envs.reset(np.arange(config.env.num_envs, dtype=np.int32)))
         learners[name]._advance()
     steps = Config().steps_per_update * SPEED_UPDATES
     for number in range(SPEED_ROUNDS):
