@@ -43,7 +43,7 @@ def read_peers():
 
 
 def read_own():
-    """(name, game, runs) -> minutes, mean returns; of PALA's runs, by pala.compare."""
+    """(name, game, runs) -> minutes, mean returns; of PALA's runs, by `pala compare`."""
     points = defaultdict(list)
     if not (HERE / "curves.csv").exists():
         return {}
@@ -56,7 +56,7 @@ def read_own():
 
 
 def own_minutes():
-    """(name, game) -> minutes to the target, by pala.compare: at the episode whose mean of 100 was first there."""
+    """(name, game) -> minutes to the target, by `pala compare`: at the episode whose mean of 100 was first there."""
     if not (HERE / "runs.csv").exists():
         return {}
     with (HERE / "runs.csv").open() as file:
