@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from signal import SIGTERM, Signals
@@ -70,10 +70,9 @@ class Training:
         self._interrupt = interrupt
         self._best: BestPolicy | None = None  # from the first checkpoint on
         self._began_with = replace(agent.counters)
-        self._stop = Stop.NONE  # why training ends: as this rank has it, after `_close` as all have agreed
+        self._stop = Stop.NONE  # why training ends: as this rank has it, once it is closed as all have agreed
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
-        self._final: Tensor | None = None
 
     def run(self) -> Result:
         """Train, then go through the phases of the end. Collective."""
@@ -88,13 +87,21 @@ class Training:
                     return Result(self._run.folder, "left", self._exchange.global_steps, None, False, 0)
                 self._stop = self._cancel_leaving() if self._comm.outlives_ranks else self._sleep_until_end()
             with traced(trace, "close"):
-                self._close()
+                self._stop = self._exchange.close(
+                    self._patience_s()
+                )  # as all have agreed; nothing is in flight any more
                 self._run.report(self._exchange.global_steps)
-            completed: tuple[Callable[[], None], ...] = (self._check_learned, self._average, self._export)
-            for phase in completed if self._stop.completes else (self._save_once_more,):
-                with traced(trace, phase.__name__.strip("_")):
-                    phase()
-            self._finish()
+            if self._stop.completes:
+                self._check_learned()
+                with traced(trace, "average"):
+                    final = self._exchange.final_parameters(self._patience_s())
+                with traced(trace, "export"):
+                    self._export(final)
+            else:
+                with traced(trace, "save"):
+                    self._save_once_more()
+            self._run.saved()
+            self._agent.envs.close()  # not before: it is the user's code, and may not return
             return self._conclude()
 
     # ---- training: no collectives --------------------------------------------------------------------------------
@@ -234,18 +241,9 @@ class Training:
         """Return how long a phase waits for the slowest rank: what it may take itself, and the job's patience."""
         return takes_s + self._job.patience_after(self._stop)
 
-    def _close(self) -> None:
-        """Close the exchange: nothing is in flight any more, and all agree on why training ended."""
-        self._stop = self._exchange.close(self._patience_s())
-
-    def _average(self) -> None:
-        """Average the parameters of the ranks that live."""
-        self._final = self._exchange.final_parameters(self._patience_s())
-
-    def _export(self) -> None:
-        """Write the final policy, and then that the run is complete, on the first rank that lives."""
-        final = self._final
-        assert final is not None
+    def _export(self, final: Tensor) -> None:
+        """Write the final policy, and then that the run is complete, on the first rank that lives. `final`: the
+        average of the ranks that live, float32 [parameters]."""
 
         def on_first(survivors: Survivors) -> None:
             self._leads = self._comm.rank == survivors.members[0]
@@ -268,11 +266,6 @@ class Training:
         if saved_lost is None or list(self._exchange.state().lost) != list(saved_lost):
             self._save_or_say()
         self._record_stop(self._stop)
-
-    def _finish(self) -> None:
-        """Note that all is saved, and close the environments."""
-        self._run.saved()
-        self._agent.envs.close()  # not before: it is the user's code, and may not return
 
     def _conclude(self) -> Result:
         """Return the result, concluded by the first of the living while the others wait asleep: if it dies, the next
