@@ -29,8 +29,7 @@ from pala.config import from_table, load_preset
 from pala.exchange.budget import ExchangeState
 from pala.job.header import header, note_on_unused
 from pala.run import console, tensorboard
-from pala.run.console import Figures, Reporter, make_console
-from pala.run.lines import Lines
+from pala.run.console import Figures, Lines, Reporter, make_console
 from pala.run.loop import Stopwatch
 from pala.run.metrics import SECTIONS, MetricsWriter, Record, Tail, metrics_path, read_run
 from pala.run.panel import Panel

@@ -87,9 +87,7 @@ class Training:
                     return Result(self._run.folder, "left", self._exchange.global_steps, None, False, 0)
                 self._stop = self._cancel_leaving() if self._comm.outlives_ranks else self._sleep_until_end()
             with traced(trace, "close"):
-                self._stop = self._exchange.close(
-                    self._patience_s()
-                )  # as all have agreed; nothing is in flight any more
+                self._stop = self._exchange.close(self._patience_s())  # as all have agreed
                 self._run.report(self._exchange.global_steps)
             if self._stop.completes:
                 self._check_learned()

@@ -8,17 +8,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pala.run.entropy_watch import EntropyWatch
-from pala.run.lines import Lines
 from pala.run.metrics import SECTIONS
 from pala.run.tensorboard import FOLDER, TensorBoard
 from pala.run.view import RunView
 from pala.system.errors import reason
 from pala.system.launcher import terminal_size
-from pala.system.output import log
+from pala.system.output import log, print_result
 from pala.system.text import counted, duration
+
+if TYPE_CHECKING:
+    from pala.run.panel import CellPanel, Panel  # rich
 
 _WORTH_TELLING_S = 20.0
 
@@ -97,7 +99,22 @@ class Figures:
         }
 
 
-def make_console(kind: str, title: str) -> Lines | None:
+class Lines:
+    """One line each time, without control characters."""
+
+    def show(self, figures: dict[str, str]) -> None:
+        """Show the figures: label -> text, in this order."""
+        print_result(" | ".join(f"{label} {text}" for label, text in figures.items()))
+
+    def estimate(self, text: str) -> None:
+        """Show once how long the run takes."""
+        print_result(text)
+
+    def close(self) -> None:
+        """Close the output; there is nothing to restore."""
+
+
+def make_console(kind: str, title: str) -> Lines | Panel | CellPanel | None:
     """Make a panel or lines; `auto` takes a panel in a notebook and where the job's output reaches a terminal."""
     size = terminal_size() if kind in ("auto", "panel") else None
     if kind == "none":
@@ -137,7 +154,7 @@ class Reporter:
         self._figures, self._estimated = Figures(self.view, budget_steps), False
         self._entropy = EntropyWatch(budget_steps, begin_steps)
         title = f"PALA  {run}  {counted(ranks, 'rank')}"
-        self._console: Lines | None = None
+        self._console: Lines | Panel | CellPanel | None = None
         with self._losing_the_console():
             self._console = make_console(console, title)
         self._tensorboard: TensorBoard | None = None

@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.panel import Panel as Box
 from rich.table import Table
 
-from pala.run.lines import Lines
 from pala.system.launcher import terminal_size
 from pala.system.output import divert
 
@@ -25,7 +24,7 @@ def boxed(title: str, figures: Mapping[str, str]) -> Box:
     return Box(table, title=escape(title), title_align="left")
 
 
-class Panel(Lines):
+class Panel:
     """A panel that stays in place. No thread refreshes it."""
 
     def __init__(self, title: str, size: tuple[int, int]) -> None:
@@ -60,7 +59,7 @@ class Panel(Lines):
         self._live.stop()
 
 
-class CellPanel(Lines):
+class CellPanel:
     """A panel in the output of a notebook's cell, which each state replaces."""
 
     def __init__(self, title: str) -> None:
@@ -74,3 +73,6 @@ class CellPanel(Lines):
 
     def estimate(self, text: str) -> None:
         """Show nothing, as in `Panel`."""
+
+    def close(self) -> None:
+        """Leave the last state in the cell."""
