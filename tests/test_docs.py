@@ -111,7 +111,7 @@ def options_by_program() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for page in GUIDES:
         for program, rest in re.findall(COMMAND, page.read_text(), re.MULTILINE):
-            found.setdefault(f"-m pala.{program}", set()).update(
+            found.setdefault(f"-m pala {program}", set()).update(
                 re.findall(r"(?<!\S)--[a-z][\w.-]*", rest.partition(" -- ")[0])
             )
         for program, rest in re.findall(r"python (tests/explorer \w+)([^\n#`&]*)", page.read_text()):
@@ -170,7 +170,7 @@ def test_options_that_the_pages_give_exist() -> None:
     environment = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=REPOSITORY)
     printed = json.loads(done.stdout)
-    printed["-m pala.train"] += printed["-m pala.supervise"]
+    printed["-m pala train"] += printed["-m pala.supervise"]
     for program, given in options_by_program().items():
         assert given - set(re.findall(r"--[a-z][\w.-]*", printed[program])) == set(), program
 

@@ -312,7 +312,7 @@ def test_no_program_finds_a_module_in_the_working_directory(
     (whole / "dill.py").write_text(HARM.format(mark=str(mark)))
     (named / "__init__.py").write_text(HARM.format(mark=str(mark)))
     words = program.split()
-    words = ["pala", *words] if start == "pala" else ["-m", f"pala.{words[0]}", *words[1:]]
+    words = ["pala", *words] if start == "pala" else ["-m", "pala", *words]
     more = {
         "evaluate": ["--episodes", "1"],
         "train --resume": ["--env.vectorization", "async", "--total-steps", "200"],

@@ -128,11 +128,11 @@ benchmark.protocol_cost_us(2, messages=100)
 benchmark.provenance()
 """
 HELP = """
-import pala.{0} as program
 import sys
-sys.argv[1:] = ["--help"]
+from pala.__main__ import main
+sys.argv[1:] = ["{0}", "--help"]
 try:
-    program.main()
+    main()
 except SystemExit as exit_:
     assert not exit_.code
 """
