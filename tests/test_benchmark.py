@@ -198,12 +198,11 @@ def test_each_training_starts_alike() -> None:
         trial, models = Trial(comm, config, envs, agent, agent.flat.data.clone()), []
         for _ in range(2):
             trial._loop(config, ExchangeState([0]), Interrupt())
-            assert agent.a2c.kept.warms_up_from == 0
+            assert agent.a2c.num_squares == 0
             for _ in range(2):
                 agent.flat.gradient.fill_(1.0)
-                agent.a2c.step(MagicMock(), 0.01, updates=0)
+                agent.a2c.step(MagicMock(), 0.01)
             models.append(agent.flat.data.clone())
-            agent.a2c.kept.warms_up_from = 7
         return models
 
     ((first, second),) = run_ranks(1, moved)

@@ -94,7 +94,7 @@ def save_rank(
     folder.mkdir(parents=True, exist_ok=True)
     parameters = torch.randn(len(flat.data))
     counters = {"weight": weight, "steps_by_rank": [steps, 200], "base_steps": 7}
-    counters |= {"updates": updates, "applied": updates, "warms_up_from": 0, "spares": 0, "lost": []}
+    counters |= {"updates": updates, "applied": updates, "num_squares": updates, "spares": 0, "lost": []}
     counters |= {"local_steps": 100, "round": 1, "time_s": 1.0}
     state = RankState(
         rank, ranks, flat.signature, {"parameters": parameters, "mean_square": parameters * 0}, {}, counters

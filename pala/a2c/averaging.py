@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pala.a2c.update import Kept
 from pala.run.checkpoint import OF_ANOTHER_ALGORITHM, RankState, joint_counters, load_all, load_rank
 from pala.system.errors import PalaError
 
@@ -68,8 +68,19 @@ def average(states: list[RankState], load: Callable[[RankState], RankState], fir
 def check_actor_critic(state: RankState, parameters: int) -> None:
     """Raise PalaError for the checkpoint of another algorithm, or of a network of another size. `parameters`: of this
     run's network."""
-    kept = all(type(state.counters.get(number.name)) is type(number.default) for number in fields(Kept))
-    if not (kept and state.tensors.keys() >= _NEEDED):
+    num_squares(state.counters)
+    if not state.tensors.keys() >= _NEEDED:
         raise PalaError(OF_ANOTHER_ALGORITHM)
     if any(len(tensor) != parameters for tensor in state.tensors.values()):
         raise PalaError("The checkpoints hold other tensors than this run's network has.")
+
+
+def num_squares(counters: dict[str, Any]) -> int:
+    """Return `A2C.num_squares` of a checkpoint. Those of earlier commits have the update after which the mean squares
+    were 0. Raises PalaError for the checkpoint of another algorithm."""
+    number, updates = counters.get("num_squares"), counters["updates"]
+    if number is None and type(begin := counters.get("warms_up_from")) is int:
+        number = updates - begin
+    if type(number) is not int or not 0 <= number <= updates:
+        raise PalaError(OF_ANOTHER_ALGORITHM)
+    return number

@@ -105,15 +105,12 @@ class Learner(Loop):
     def step(self, loss: Loss) -> UpdateResult:
         """Make one step along the gradient."""
         with self._watch.section("update"):
-            result = self._a2c.step(loss, self._learning_rate(), self.counters.updates)
+            result = self._a2c.step(loss, self._learning_rate())
         self._count_update(result)
         return result
 
     def _count_update(self, result: UpdateResult) -> None:
-        """Count an update. One that was left out while the mean squares are 0 is no part of the warm-up."""
         self.counters.updates += 1
-        if not result.applied and self._a2c.kept.warms_up_from == self.counters.updates - 1:
-            self._a2c.kept.warms_up_from += 1
         self.counters.local_steps += self._config.steps_per_update
         self.counters.applied += result.applied
         if result.applied:
@@ -211,7 +208,7 @@ class Learner(Loop):
                 so_far *= self._own_left_out > 1
                 log(f"{where}: the loss or its gradient is not finite; the update is left out.{so_far}")
         if not healthy and finite:
-            self._a2c.restart_mean_square(self.counters.updates)
+            self._a2c.restart_mean_square()
             log(f"{where}: the parameters were not finite either; they are replaced by what the peers sent.")
         elif not finite and self._exchange.stop is Stop.NONE:
             fault = f"{where}: the parameters are not finite and there is no peer to recover from. {_ADVICE}"
@@ -231,7 +228,7 @@ class Learner(Loop):
         config = self._config
         rate = learning_rate(config, self._models)
         if warmup := config.a2c.learning_rate_warmup_updates:
-            rate *= min(1.0, (self.counters.updates - self._a2c.kept.warms_up_from + 1) / warmup)
+            rate *= min(1.0, (self._a2c.num_squares + 1) / warmup)
         if config.a2c.learning_rate_decay == "linear":
             rate *= max(0.0, 1 - self._exchange.global_steps / config.total_steps)
         return rate

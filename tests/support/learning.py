@@ -89,9 +89,9 @@ class Run:
         rollouts = []
         self.a2c.differentiate = lambda *arguments: rollouts.append(arguments) or differentiate(*arguments)
 
-        def noting(loss: Loss, rate: float, updates: int) -> UpdateResult:
+        def noting(loss: Loss, rate: float) -> UpdateResult:
             self.updates.append((*rollouts.pop(), rate))
-            return step(loss, rate, updates)
+            return step(loss, rate)
 
         self.a2c.step = noting
         comm, start = (
