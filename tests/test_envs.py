@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -383,6 +384,29 @@ def test_a_rank_in_a_process_of_a_search_keeps_its_signals():
     finally:
         process.kill()
         process.join()
+
+
+def test_a_limit_of_the_system_names_the_setting(monkeypatch):
+    def start(process):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", start)
+    with pytest.raises(PalaError, match=r"'env.vectorization' .* 1 of 3 .*temporarily unavailable\. .*'env.num_envs'"):
+        make_envs(EnvConfig(num_envs=3, vectorization="async"), make_env=counter())
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_environment_that_cannot_be_used_is_closed(vectorization):
+    class Spaceless(counter()):
+        action_space = None
+
+        def close(self):
+            closed.append(self)
+
+    closed = []
+    with pytest.raises(PalaError, match="has no 'action_space'"):
+        make_envs(EnvConfig(num_envs=2, vectorization=vectorization), make_env=Spaceless)
+    assert len(closed) == 1
 
 
 @pytest.mark.slow

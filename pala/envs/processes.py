@@ -24,7 +24,7 @@ from gymnasium.vector.utils import batch_space, clear_mpi_env_vars, iterate
 
 from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, error_of_start, failure_of, seed_after
 from pala.envs.renewed import Maker
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.output import log
 
 _ANSWER_S = 300.0  # what an environment may take to be made, for a reset or for a step
@@ -230,20 +230,28 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         return self._observations.copy(), rewards, ends[0], ends[1], infos
 
     def _start(self, index: int) -> None:
-        """Start the process of one environment, in place of the one before."""
-        here, there = self._context.Pipe()
-        _limit_waits(here, _ANSWER_S)
-        with _starting:
-            arguments = (self._packed, self._in_a_row[index], index, there, self._memory, os.environ.get(_SAFE_PATH))
-            name = f"Worker<EnvProcesses>-{index}"
-            process = self._context.Process(target=_work, args=arguments, name=name, daemon=True)
-            if index < len(self.processes):
-                self.processes[index], self.pipes[index] = process, here
-            else:
-                self.processes.append(process)
-                self.pipes.append(here)
-            with _safe_path(), clear_mpi_env_vars():
-                process.start()
+        """Start the process of one environment, in place of the one before. Raises PalaError if the system does not
+        allow it."""
+        try:
+            here, there = self._context.Pipe()
+            _limit_waits(here, _ANSWER_S)
+            with _starting:
+                safe_path = os.environ.get(_SAFE_PATH)
+                arguments = (self._packed, self._in_a_row[index], index, there, self._memory, safe_path)
+                name = f"Worker<EnvProcesses>-{index}"
+                process = self._context.Process(target=_work, args=arguments, name=name, daemon=True)
+                if index < len(self.processes):
+                    self.processes[index], self.pipes[index] = process, here
+                else:
+                    self.processes.append(process)
+                    self.pipes.append(here)
+                with _safe_path(), clear_mpi_env_vars():
+                    process.start()
+        except OSError as error:
+            raise PalaError(
+                f"'env.vectorization' is 'async', but the process of environment {index + 1} of {self.num_envs} cannot "
+                f"be started: {reason(error)}. Lower 'env.num_envs', raise the limit (`ulimit -a`), or take 'sync'."
+            ) from None
         there.close()
 
     def _ask(self, index: int, question: tuple[str, Any]) -> None:

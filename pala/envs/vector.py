@@ -489,8 +489,7 @@ def make_envs(
             else:
                 vector_env = _in_this_process(factory, config.num_envs)
         except BaseException:
-            if config.vectorization == "sync":  # else gymnasium has closed the only one that is in this process
-                factory.close()
+            factory.close()
             raise
     take_back_signals()
     return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs, config.episode_info)
