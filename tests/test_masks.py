@@ -176,6 +176,7 @@ TWO = MultiDiscrete([2, 3])
         ([1, 1, 0, 0, 0], TWO, "allows no action"),
         ([1, 1, 1], Discrete(2), r"'it' gives action masks, but one has the shape \(3,\)"),
         ([[1, 1]], Discrete(2), r"the shape \(1, 2\), not \(2,\)"),
+        ([[1, 1], [1, 1, 1]], TWO, r"of MultiDiscrete.* give one mask a choice in a tuple, or all joined"),
         (([1, 1], [1, 1]), TWO, r"the shape \(4,\), where .* needs 5 numbers"),
         ([0.0, -math.inf], Discrete(2), "other numbers than 0 and 1"),
         ([1, 1], Box(-1, 1, (2,)), "only Discrete and MultiDiscrete ones can be masked"),

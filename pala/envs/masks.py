@@ -2,7 +2,7 @@
 
 | the environment gives | convention |
 |---|---|
-| `info["action_mask"]` of `reset` and of `step` | Gymnasium's, as Taxi-v3 has it |
+| `info["action_mask"]` of `reset` and of `step` | Gymnasium's, as Taxi has it |
 | a method `action_masks()`, its own or a wrapper's | that of Stable-Baselines3's contributions |
 
 A mask is 1 where an action is allowed and 0 where it is not: an array of as many numbers as Discrete actions. Of
@@ -100,7 +100,10 @@ def joined(masks: Any, space: gymnasium.Space) -> tuple[np.ndarray, np.ndarray]:
     what is no mask of this space."""
     sizes = _sizes(space)
     is_apart = isinstance(masks, tuple) and len(masks) == len(sizes) and np.ndim(masks[0]) > 0
-    flat = np.concatenate(masks, -1) if is_apart else np.asarray(masks)
+    try:
+        flat = np.concatenate(masks, -1) if is_apart else np.asarray(masks)
+    except ValueError:  # of parts of unlike lengths
+        raise ValueError(f"one is no array; of {space} give one mask a choice in a tuple, or all joined") from None
     if flat.shape[-1:] != (sizes.sum(),):
         raise ValueError(f"one has the shape {flat.shape}, where {space} needs {sizes.sum()} numbers")
     if not ((flat == 0) | (flat == 1)).all():
