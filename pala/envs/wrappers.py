@@ -21,7 +21,10 @@ from pala.system.names import import_named, parse_call
 
 Wrap = Callable[[gymnasium.Env], gymnasium.Env]
 _SOURCE = "'env.wrappers'"
-_FORGETFUL = {"NormalizeObservation": "normalize_observations", "NormalizeReward": "normalize_rewards"}
+_FORGETFUL = {
+    "NormalizeObservation": ("normalize_observations", "RescaleObservation"),
+    "NormalizeReward": ("normalize_rewards", "TransformReward in a wrapper of your own"),
+}  # what to take in its place: a setting, a fixed scale
 
 
 def wrapped(make_env: Callable[[], gymnasium.Env], names: Sequence[str]) -> Callable[[], gymnasium.Env]:
@@ -92,9 +95,10 @@ def _of_gymnasium(name: str) -> Any:
         hint = nearest(name, known) or "; one of your own is written 'module:Name'."
         raise PalaError(f"{_SOURCE}: gymnasium.wrappers has no '{name}'{hint}")
     if name in _FORGETFUL:
+        setting, fixed = _FORGETFUL[name]
         raise PalaError(
             f"{_SOURCE}: '{name}' keeps its statistics in each environment, and no run saves them: an evaluation would "
-            f"begin with others. Use 'env.{_FORGETFUL[name]}' (A2C), or a fixed scale, as RescaleObservation."
+            f"begin with others. Use 'env.{setting}' (A2C), or a fixed scale: {fixed}."
         )
     try:
         return getattr(gymnasium.wrappers, name)
