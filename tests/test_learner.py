@@ -36,13 +36,14 @@ class Teller(nn.Module):
     """V = 10 * steps of the episode, and every action is as good as another."""
 
     distribution = Categorical(2)
+    state_size = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor([10.0]))
 
-    def outputs(self, observations):
-        return self.scale * torch.zeros(len(observations), 2), self.scale * observations[:, :1]
+    def advance(self, observations, state):
+        return [self.scale * torch.zeros(len(observations), 2), self.scale * observations[:, :1]], None
 
 
 def test_a_time_limit_is_bootstrapped_with_the_final_observation():
