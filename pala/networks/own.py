@@ -99,20 +99,18 @@ class OwnNetwork(Network):
         """Return the outputs of all heads."""
         return self.outputs(observations)
 
-    def _remember(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+    def _features(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        trunk = cast(Any, self.own).trunk
         if state is None:
-            return self._features(inputs), None
-        given = cast(Any, self.own).trunk(inputs, state)
+            features = trunk(inputs)
+            return [_as_own(features) for _ in self.heads], None
+        given = trunk(inputs, state)
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Tensor)):
             raise TypeError(f"with 'state_size' its trunk must give (features, state), not {type(given).__name__}")
         features, after = given
         if after.shape != state.shape:
             raise ValueError(f"its trunk gives a state of shape {tuple(after.shape)}, not {tuple(state.shape)}")
         return [_as_own(features) for _ in self.heads], after.float()
-
-    def _features(self, inputs: Tensor) -> list[Tensor]:
-        features = cast(Any, self.own).trunk(inputs)
-        return [_as_own(features) for _ in self.heads]
 
     def _check_outputs(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
         observations = blank_observations(space, 2, torch.device("cpu"))
