@@ -457,29 +457,6 @@ def test_failures_end_before_the_environments_are_all_closed():
             assert Closing.open == 2
 
 
-@pytest.mark.slow
-def test_games_of_atari_are_made_anew_together(monkeypatch):
-    config = EnvConfig("ALE/Pong-v5", num_envs=2, restarts=1)
-    with make_envs(config) as envs:
-        first = envs.reset(SEEDS)
-
-        def fails(actions: np.ndarray) -> Any:
-            raise RuntimeError("the emulator is gone")
-
-        played = [envs.step(np.zeros(2, np.int64)) for _ in range(3)]
-        monkeypatch.setattr(envs.vector_env, "step", fails)
-        bad = envs.step(np.zeros(2, np.int64))
-        assert bad.failed.all() and not (bad.terminated | bad.truncated).any() and not bad.episodes
-        assert not bad.observations[:, :3].any() and bad.observations.shape == first.shape
-        assert not any(step.failed.any() for step in played)
-        assert not envs.step(np.zeros(2, np.int64)).failed.any()
-        monkeypatch.setattr(envs.vector_env, "step", fails)
-        with pytest.raises(
-            PalaError, match=r"'ALE/Pong-v5' has failed 2 times .* 'env.restarts' is 1; .* emulator is go"
-        ):
-            envs.step(np.zeros(2, np.int64))
-
-
 # ---- what the learner makes of it ------------------------------------------------------------------------------------
 
 

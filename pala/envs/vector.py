@@ -21,7 +21,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
+from pala.envs.failures import FAILURES, FailedTooOftenError, Failure
 from pala.envs.masks import KEY, MaskReader, missing
 from pala.envs.spaces import Inputs, inputs_of
 from pala.envs.wrappers import with_options, wrapped
@@ -141,7 +140,7 @@ class Envs:
     def step(self, actions: np.ndarray) -> Step:
         """Step all environments; `actions` [B, ...] as the action space has them."""
         try:
-            observations, rewards, terminated, truncated, info = self._step(actions)
+            observations, rewards, terminated, truncated, info = self.vector_env.step(actions)
         except FailedTooOftenError as error:
             raise self._last(error) from None
         self.action_masks = self._masks_of(info, self.action_masks is not None)
@@ -197,9 +196,6 @@ class Envs:
             self._end_processes()
         else:
             self.close()
-
-    def _step(self, actions: np.ndarray) -> Any:
-        return self.vector_env.step(actions)
 
     def _last(self, error: FailedTooOftenError) -> PalaError:
         """Return the error of the failure that ends this rank."""
@@ -295,40 +291,17 @@ class AtariEnvs(Envs):
 
     def __init__(self, config: EnvConfig, num_threads: int) -> None:
         # `episodic_life` would reset the whole game at a lost life; this only reports it.
-        self._make = partial(
-            make_atari, config, num_threads, stack_num=config.frame_stack, life_loss_info=config.terminal_on_life_loss
+        games = make_atari(
+            config, num_threads, stack_num=config.frame_stack, life_loss_info=config.terminal_on_life_loss
         )
-        super().__init__(self._make(), clip_rewards=config.clip_rewards != "none", name=config.id)
-        self._restarts = config.restarts
-        self._in_a_row = self._renewals = 0
+        super().__init__(games, clip_rewards=config.clip_rewards != "none", name=config.id)
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
 
     def try_out(self, seed: int) -> None:
         """Do nothing: these games are PALA's own."""
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
-        self._seeds = seeds
         return seeds
-
-    def _step(self, actions: np.ndarray) -> Any:
-        """Step the games. They live in one object: where that fails, all of them are made again."""
-        try:
-            return self.vector_env.step(actions)
-        except Exception as error:  # ale-py's, of whatever kind
-            failure = failure_of("'step'", error)
-        self._in_a_row += 1
-        self._renewals += 1
-        if self._in_a_row > self._restarts:
-            raise FailedTooOftenError.after(failure, self._in_a_row, self.name, self._restarts)
-        self.close()
-        self.vector_env = self._make()
-        seeds = np.array([seed_after(int(seed), self._renewals) for seed in self._seeds], np.int32)
-        observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
-        self._begin(info)
-        nothing = np.zeros(self.num_envs)
-        failures = {FAILURES: np.empty(self.num_envs, object), f"_{FAILURES}": np.ones(self.num_envs, np.bool_)}
-        failures[FAILURES].fill([failure])
-        return observations, nothing, nothing != 0, nothing != 0, info | failures
 
     def _begin(self, info: dict[str, Any]) -> None:
         self._frames_before_episode = info["frame_number"] - info["episode_frame_number"]
@@ -338,8 +311,6 @@ class AtariEnvs(Envs):
         frames_before = info["frame_number"] - info["episode_frame_number"]
         ended: np.ndarray = frames_before != self._frames_before_episode
         self._frames_before_episode = frames_before
-        if self._in_a_row and ended.any():
-            self._in_a_row = 0
         return ended
 
 
