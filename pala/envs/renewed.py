@@ -48,9 +48,8 @@ class Renewed(gymnasium.Wrapper):
         self._renewals = 0
         self._is_float = np.dtype(self.observation_space.dtype).kind == "f"
 
-    def try_out(self, seed: int) -> str:
-        """Reset and step once, before all else. Returns what `Envs.overlooked_masks` is. Raises PalaError for what
-        fails: nothing takes its place."""
+    def try_out(self, seed: int) -> None:
+        """Reset and step once, before all else. Raises PalaError for what fails: nothing takes its place."""
         what = "'reset'"
         try:
             _, info = self._reset(seed)
@@ -62,7 +61,6 @@ class Renewed(gymnasium.Wrapper):
             raise error_of_start(failure_of(what, error), self._maker.name) from None
         if (KEY in info) != (KEY in after) and not (terminated or truncated):
             raise missing(self._maker.name, KEY in info)
-        return getattr(self.env, "overlooked_masks", "")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode."""

@@ -82,8 +82,6 @@ class Envs:
 
     action_masks: np.ndarray | None = None
     """Masks of the actions that each environment allows next, bool [B, A] (`masks.py`); None: it gives none."""
-    overlooked_masks = ""
-    """Name of what the environment has in the place of masks (`MaskReader.overlooked`); empty: nothing."""
     num_failures = 0
     """Failures of environments so far."""
     sender = ""
@@ -120,7 +118,7 @@ class Envs:
         first: Any = self.vector_env
         if self._end_processes is None:
             first = first.envs[0]
-        self.overlooked_masks = first.try_out(seed)
+        first.try_out(seed)
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """Begin episodes, and return the first observations [B, *obs]; `seeds` int32 [B], one an environment."""
@@ -322,14 +320,11 @@ class _Outermost(gymnasium.Wrapper):
         super().__init__(env)
         self._episode_info = episode_info
         self._masks = MaskReader(env, name)
-        self.overlooked_masks = ""
 
     def reset(self, **arguments: Any) -> Any:
         """Reset the environment, without its info. Raises PalaError for a mask that cannot be."""
         observation, info = self.env.reset(**arguments)
-        masks = self._masks.read(info)
-        self.overlooked_masks = "" if masks else self._masks.overlooked(info)
-        return observation, masks
+        return observation, self._masks.read(info)
 
     def step(self, action: Any) -> Any:
         """Step, and keep the last observation through the reset, though the environment writes all into one array.
