@@ -21,8 +21,8 @@ import pytest
 from ale_py import roms
 
 from pala.config import EnvConfig
+from pala.envs import failures, vector
 from pala.envs import processes as processes_module
-from pala.envs import vector as envs_module
 from pala.envs.vector import Envs, Episode, Step, make_by_id, make_envs
 from pala.system.errors import PalaError
 from support.environments import Placed
@@ -305,7 +305,7 @@ def test_a_process_whose_environment_does_not_close_is_killed(monkeypatch, capfd
         def close(self):
             time.sleep(1000 * (multiprocessing.parent_process() is not None))
 
-    monkeypatch.setattr(envs_module, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(vector, "CLOSE_S", 0.1)
     envs = make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=Stuck)
     envs.reset(np.zeros(2, np.int32))
     processes = envs.vector_env.processes
@@ -321,8 +321,8 @@ def test_a_wait_for_environments_that_do_not_close_is_told(monkeypatch):
         def close(self):
             assert told.wait(60)
 
-    monkeypatch.setattr(envs_module, "_CLOSE_S", 0.01)
-    monkeypatch.setattr(envs_module, "log", lambda text: told.set() if "has not returned" in text else None)
+    monkeypatch.setattr(failures, "CLOSE_S", 0.01)
+    monkeypatch.setattr(failures, "log", lambda text: told.set() if "has not returned" in text else None)
     make_envs(EnvConfig(num_envs=1), make_env=Slow).close()
     assert told.is_set()
 
