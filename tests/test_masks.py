@@ -297,7 +297,7 @@ def test_a_film_plays_within_masks(tmp_path: Path) -> None:
     """As `pala play` shows it."""
     policy, _ = policy_for(tmp_path, INFO)
     envs, ended = make_envs(replace(FICKLE.env, num_envs=1), make_env=INFO), []
-    pictures = _film(envs, policy.actor, False, lambda actions: np.zeros((1, 1, 3)), np.zeros(1, np.int32), ended, 5)
+    pictures = _film(envs, policy, False, lambda actions: np.zeros((1, 1, 3)), np.zeros(1, np.int32), ended, 5)
     assert len(list(pictures)) == 5 * 7 and len(ended) == 5
 
 

@@ -16,7 +16,7 @@ import torch
 from pala.algorithms import ALGORITHMS
 from pala.config import Config, EnvConfig, facts_of, from_table, to_table
 from pala.envs.vector import AtariEnvs, Envs, Episode, make_envs
-from pala.evaluation.policy import Actor, Policy, load_policy
+from pala.evaluation.policy import Policy, load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.references import SCORE_TABLE, human_normalised, reference_of
 from pala.networks.own import MakeNetwork
@@ -139,7 +139,7 @@ def evaluate(run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s:
         policy.seed(int(derive(acting.seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
         seeds = derive(acting.seed, 0, "evaluation environments", envs.num_envs)
-        played, steps = play_episodes(envs, policy.actor, acting.greedy, seeds, episodes, timeout_s)
+        played, steps = play_episodes(envs, policy, acting.greedy, seeds, episodes, timeout_s)
         seconds = time.perf_counter() - begin
     cut = sum(episode.length_steps >= limit for episode in played)
     if cut and not isinstance(envs, AtariEnvs):
@@ -218,7 +218,7 @@ def longest_game(config: Config) -> int:
 
 
 def play_episodes(
-    envs: Envs, actor: Actor, greedy: bool, seeds: np.ndarray, episodes: int, timeout_s: float = math.inf
+    envs: Envs, policy: Policy, greedy: bool, seeds: np.ndarray, episodes: int, timeout_s: float = math.inf
 ) -> tuple[list[Episode], int]:
     """(`episodes` whole episodes, environment steps made).
 
@@ -232,8 +232,8 @@ def play_episodes(
     deadline = time.monotonic() + timeout_s
     observations = envs.reset(seeds)
     while len(played) < episodes:
-        step = envs.step(actor.act(observations, envs.action_masks, greedy))
-        actor.forget(step.began)
+        step = envs.step(policy.actions(observations, envs.action_masks, greedy))
+        policy.reset(step.began)
         observations, steps = step.observations, steps + envs.num_envs
         for episode in step.episodes:
             if quota[episode.env_index] > 0:
