@@ -32,6 +32,7 @@ _ADVICE = {
     "not enough values to unpack (expected 5, got 4)": (  # of Gymnasium's wrappers, of which `make` adds some
         "'step' must return (observation, reward, terminated, truncated, info)"
     ),
+    "reset() got an unexpected keyword argument": "define it as `def reset(self, *, seed=None, options=None):`",
 }  # by what an exception says
 
 
