@@ -22,10 +22,10 @@ from pala.a2c.agent import build
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
 from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState
-from pala.gorila.worker import minibatches_at_hand
 from pala.lab.benchmark import __main__ as benchmark
 from pala.lab.benchmark.analysis import _median_us, far_off, parts_of, training_of
 from pala.lab.benchmark.gorila import flops_per_step as gorila_flops
+from pala.lab.benchmark.gorila import minibatches_at_hand
 from pala.lab.benchmark.measure import ContinuedEnvs, Trial, figures_of, flops_per_step, model_us
 from pala.lab.benchmark.pictures import _is_beyond_cores, draw
 from pala.lab.benchmark.report import markdown

@@ -32,7 +32,7 @@ from pala.evaluation import evaluate as program
 from pala.evaluation import scoring
 from pala.evaluation.policy import Policy, load_policy, policy_of
 from pala.evaluation.record import Evaluation, action_words, read_evaluation, save
-from pala.evaluation.references import human_normalised, reference_scores
+from pala.evaluation.references import human_normalised, reference_of
 from pala.evaluation.scoring import Acting, _statistics, evaluate, play_episodes
 from pala.evaluation.video import _atari_screen, _write_video, filmed, record_video
 from pala.job import conclusion
@@ -231,8 +231,8 @@ def test_the_table_of_scores() -> None:
     text = importlib.resources.files("pala.evaluation").joinpath("atari_scores.csv").read_text(encoding="utf-8")
     games = [row["game"] for row in csv.DictReader(text.splitlines())]
     assert len(set(games)) == len(games) == 57
-    assert reference_scores("pong") == (-20.7, 14.6)
-    assert reference_scores("tetris") is None
+    assert reference_of("ALE/Pong-v5") == (-20.7, 14.6)
+    assert reference_of("ALE/Tetris-v5") is None
     assert human_normalised(14.6, -20.7, 14.6) == 100
     assert human_normalised(-20.7, -20.7, 14.6) == 0
 
