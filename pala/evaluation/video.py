@@ -70,7 +70,7 @@ def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
     """Film episodes of a run's policy, one after the other; 0: without an end. Raises PalaError, also while they are
     played."""
     check_numbers(episodes=(episodes, 0))
-    config = acting.config_of(run)
+    config, _ = acting.settings_of(run)
     run = run.absolute()  # an environment may change the working directory
     seeds = derive(acting.seed, 0, "video environment")
     make_env, make_network = acting.code_of(run)
