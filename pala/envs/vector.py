@@ -33,7 +33,7 @@ from pala.envs.spaces import Inputs
 from pala.envs.wrappers import with_options, wrapped
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.interrupt import take_back_signals
-from pala.system.names import import_module, parse_call
+from pala.system.names import import_module, named_call
 from pala.system.output import log
 
 MakeEnv = Callable[[], gymnasium.Env]
@@ -385,12 +385,7 @@ def _in_this_process(make: MakeEnv, num_envs: int) -> gymnasium.vector.VectorEnv
 def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
     """Make the environment of `id`, `module:id` or `id(key=value, ...)`. Raises PalaError if it is not registered, and
     what it raises itself."""
-    try:
-        name, arguments = parse_call(env_id)
-    except ValueError:
-        raise PalaError(
-            f"'env.id' is '{env_id}': write `Id-v0`, `module:Id-v0` or `Id-v0(key=value)`, with plain values."
-        ) from None
+    name, arguments = named_call(env_id, "'env.id'", "`Id-v0`, `module:Id-v0` or `Id-v0(key=value)`")
     try:
         return gymnasium.make(checked_id(name), **(arguments | more))
     except gymnasium.error.DependencyNotInstalled as error:  # which Gymnasium says of what does not load, too

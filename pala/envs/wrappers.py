@@ -10,14 +10,13 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 
 from pala.system.errors import PalaError, nearest
-from pala.system.names import import_named, parse_call
+from pala.system.names import import_named, named_call, parse_call
 
 Wrap = Callable[[gymnasium.Env], gymnasium.Env]
 _SOURCE = "'env.wrappers'"
@@ -71,22 +70,10 @@ def with_options(make_env: Callable[[], gymnasium.Env], text: str) -> Callable[[
 
 
 def _wrap(text: str) -> Wrap:
-    name, arguments = _parsed(text.strip().removeprefix("gymnasium.wrappers:"))
+    own_name = text.strip().removeprefix("gymnasium.wrappers:")
+    name, arguments = named_call(own_name, _SOURCE, "`Name`, `module:Name` or `Name(key=value)`")
     wrapper = import_named(name, _SOURCE) if ":" in name else _of_gymnasium(name)
     return lambda env: wrapper(env, **arguments)
-
-
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a wrapper's name and arguments."""
-    try:
-        name, arguments = parse_call(text.strip())
-        if re.fullmatch(r"[\w.:]+", name) is None:
-            raise ValueError
-        return name, arguments
-    except ValueError:
-        raise PalaError(
-            f"{_SOURCE}: '{text}' is no wrapper: write `Name`, `module:Name` or `Name(key=value)`, with plain values."
-        ) from None
 
 
 def _of_gymnasium(name: str) -> Any:

@@ -28,7 +28,7 @@ from pala.config import Config, EnvConfig
 from pala.networks.distributions import Distribution
 from pala.networks.network import Network, blank_observations
 from pala.system.errors import PalaError
-from pala.system.names import import_named, parse_call
+from pala.system.names import import_named, named_call
 
 MakeNetwork = Callable[[gymnasium.Space, tuple[int, ...]], nn.Module]
 """`(observation_space, num_outputs)` -> the module; `num_outputs`: of each head."""
@@ -50,12 +50,7 @@ def own_network(config: Config, make_network: MakeNetwork | None) -> MakeNetwork
 
 
 def _named(text: str) -> MakeNetwork:
-    try:
-        name, arguments = parse_call(text.strip())
-    except ValueError:
-        raise PalaError(
-            f"{_SOURCE}: '{text}' is no network: write `module:Name` or `module:Name(key=value)`, with plain values."
-        ) from None
+    name, arguments = named_call(text, _SOURCE, "`module:Name` or `module:Name(key=value)`")
     make = import_named(name, _SOURCE)
 
     def make_network(observation_space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
