@@ -161,9 +161,10 @@ class Player:
             rewards = np.sign(rewards) if self.agent.is_image else rewards  # (37: Atari)
             rollout.rewards[step] = torch.as_tensor(rewards)
             rollout.ends[step] = torch.as_tensor(terminated | truncated)
-            if truncated.any():  # the episode was cut: what would have come is worth its last observation's value
-                last = torch.as_tensor(np.stack(list(info["final_obs"][truncated])))
-                rollout.rewards[step][torch.as_tensor(truncated)] += discount * self.agent(last)[1]
+            cut = truncated & ~terminated
+            if cut.any():  # what would have come is worth the value of the last observation
+                last = torch.as_tensor(np.stack(list(info["final_obs"][cut])))
+                rollout.rewards[step][torch.as_tensor(cut)] += discount * self.agent(last)[1]
         return self.agent(torch.as_tensor(self._observations))[1]
 
     def _count(self, rewards: np.ndarray, ends: np.ndarray) -> None:

@@ -52,7 +52,7 @@ def play(network: ActorCritic, tape: AutogradTape, kind: str) -> tuple[Rollout, 
 
 
 def update(a2c: A2C, rollout: Rollout, bootstrap: torch.Tensor, learning_rate: float) -> UpdateResult:
-    return a2c.step(a2c.differentiate(rollout, bootstrap), learning_rate, updates=0)
+    return a2c.step(a2c.differentiate(rollout, bootstrap), learning_rate)
 
 
 def slow_loss(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig) -> tuple[float, float, float, float]:
@@ -186,16 +186,19 @@ def test_an_update_is_clip_then_rmsprop_of_the_losss_gradient(corrects):
 
 
 def test_the_mean_squares_are_corrected_until_they_are_full():
-    """With equal gradients every step is as long as the rate says, also after a restart."""
+    """With equal gradients every step is as long as the rate says, also after a restart, and after updates that were
+    left out."""
     network, config = make_network("vector"), A2CConfig(momentum=0.0, max_gradient_norm=0.0, rmsprop_epsilon=1e-12)
     flat = FlatParameters(network, CPU)
     a2c = A2C(network.distribution, AutogradTape(network), flat, config)
     for updates in range(300):
         if updates == 150:
-            a2c.restart_mean_square(updates)
+            a2c.restart_mean_square()
         before = flat.data.clone()
+        flat.gradient.fill_(math.nan)
+        assert not a2c.step(Loss(*torch.zeros(4)), 0.01).applied
         flat.gradient.fill_(0.5)
-        a2c.step(Loss(*torch.zeros(4)), 0.01, updates)
+        a2c.step(Loss(*torch.zeros(4)), 0.01)
         torch.testing.assert_close(flat.data, before - 0.01, rtol=0, atol=1e-5)
 
 

@@ -19,10 +19,10 @@ from pala.a2c.agent import build
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
 from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState
-from pala.gorila.worker import minibatches_at_hand
 from pala.lab.benchmark import __main__ as benchmark
 from pala.lab.benchmark.analysis import _median_us, parts_of, training_of
 from pala.lab.benchmark.gorila import flops_per_step as gorila_flops
+from pala.lab.benchmark.gorila import minibatches_at_hand
 from pala.lab.benchmark.measure import ContinuedEnvs, Trial, environment_us, figures_of, flops_per_step, model_us
 from pala.lab.benchmark.pictures import _is_beyond_cores, draw
 from pala.lab.benchmark.report import markdown
@@ -194,12 +194,11 @@ def test_each_training_starts_alike() -> None:
         trial, models = Trial(comm, config, envs, agent, agent.flat.data.clone()), []
         for _ in range(2):
             trial._loop(config, ExchangeState([0]), Interrupt())
-            assert agent.a2c.kept.warms_up_from == 0
+            assert agent.a2c.num_squares == 0
             for _ in range(2):
                 agent.flat.gradient.fill_(1.0)
-                agent.a2c.step(MagicMock(), 0.01, updates=0)
+                agent.a2c.step(MagicMock(), 0.01)
             models.append(agent.flat.data.clone())
-            agent.a2c.kept.warms_up_from = 7
         return models
 
     ((first, second),) = run_ranks(1, moved)

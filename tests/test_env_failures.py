@@ -50,11 +50,6 @@ SEEDS = np.array([5, 6], np.int32)
 
 
 FAULTS = [
-    (ResetsAlone, r"'reset' of .* expected the arguments 'seed' and 'options', but got a method with \(\) in Reset"),
-    (
-        ResetsBySeed,
-        r"'reset' of .* expected the arguments .* a method with \(seed=None\) in ResetsBySeed. Define it as",
-    ),
     (WithoutInfo, "'reset' of .* expected an info that is a dict, but got None. Without infos return {}"),
     (Lengthy, r"'reset' of .* expected an observation of shape \(2,\) and type float32, .* of shape \(3,\)"),
     (OfBytes, r"'reset' of .* of shape \(2,\) and type uint8, but got .* type int64.*astype\(np.uint8\)"),
@@ -95,7 +90,7 @@ def test_a_fault_in_the_first_reset_or_step_is_told(make_env, sentence, wrap):
     assert told.match(sentence)
 
 
-@pytest.mark.parametrize(("make_env", "sentence"), [FAULTS[0], FAULTS[12]])
+@pytest.mark.parametrize(("make_env", "sentence"), [FAULTS[0], FAULTS[10]])
 def test_processes_tell_the_same(make_env, sentence, capfd):
     with (
         pytest.raises(PalaError, match=sentence),
@@ -298,6 +293,8 @@ def test_a_reset_that_fails_after_an_episode_leaves_the_episode_whole(vectorizat
         pytest.param(DiesInAStep, "async", r"its process has ended \(status 3\)\.", marks=pytest.mark.slow),
         pytest.param(IsCancelled, "async", r"it raised CancelledError \(.*\.py, line \d+\)\.", marks=pytest.mark.slow),
         (with_value(1, np.nan), "sync", r"'step' returned a reward that is not finite: nan\."),
+        (ResetsAlone, "sync", r"'reset' raised TypeError: .*'seed' .*; define it as `def reset.*options=None\):`\."),
+        (ResetsBySeed, "sync", r"'reset' raised TypeError: .*'options' .*; define it as `def reset.*:`\."),
         (
             lambda: gymnasium.wrappers.TimeLimit(OfFour(), 9),
             "sync",
@@ -315,7 +312,7 @@ def test_what_fails_as_it_is_tried_out_is_told_and_no_environment_made_anew(make
 
 
 @KINDS
-@pytest.mark.parametrize("number", [0, 9, 17])
+@pytest.mark.parametrize("number", [0, 7, 15])
 def test_faults_show_as_an_environment_is_tried_out(number, vectorization, capfd):
     make_env, sentence = FAULTS[number]
     with (
@@ -455,29 +452,6 @@ def test_failures_end_before_the_environments_are_all_closed():
         for _ in range(5):
             assert envs.step(np.array([0, 1])).failed.tolist() == [False, True]
             assert Closing.open == 2
-
-
-@pytest.mark.slow
-def test_games_of_atari_are_made_anew_together(monkeypatch):
-    config = EnvConfig("ALE/Pong-v5", num_envs=2, restarts=1)
-    with make_envs(config) as envs:
-        first = envs.reset(SEEDS)
-
-        def fails(actions: np.ndarray) -> Any:
-            raise RuntimeError("the emulator is gone")
-
-        played = [envs.step(np.zeros(2, np.int64)) for _ in range(3)]
-        monkeypatch.setattr(envs.vector_env, "step", fails)
-        bad = envs.step(np.zeros(2, np.int64))
-        assert bad.failed.all() and not (bad.terminated | bad.truncated).any() and not bad.episodes
-        assert not bad.observations[:, :3].any() and bad.observations.shape == first.shape
-        assert not any(step.failed.any() for step in played)
-        assert not envs.step(np.zeros(2, np.int64)).failed.any()
-        monkeypatch.setattr(envs.vector_env, "step", fails)
-        with pytest.raises(
-            PalaError, match=r"'ALE/Pong-v5' has failed 2 times .* 'env.restarts' is 1; .* emulator is go"
-        ):
-            envs.step(np.zeros(2, np.int64))
 
 
 # ---- what the learner makes of it ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -20,8 +21,8 @@ import pytest
 from ale_py import roms
 
 from pala.config import EnvConfig
+from pala.envs import failures, vector
 from pala.envs import processes as processes_module
-from pala.envs import vector as envs_module
 from pala.envs.vector import Envs, Episode, Step, make_by_id, make_envs
 from pala.system.errors import PalaError
 from support.environments import Placed
@@ -304,7 +305,7 @@ def test_a_process_whose_environment_does_not_close_is_killed(monkeypatch, capfd
         def close(self):
             time.sleep(1000 * (multiprocessing.parent_process() is not None))
 
-    monkeypatch.setattr(envs_module, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(vector, "CLOSE_S", 0.1)
     envs = make_envs(EnvConfig(num_envs=2, vectorization="async"), make_env=Stuck)
     envs.reset(np.zeros(2, np.int32))
     processes = envs.vector_env.processes
@@ -320,8 +321,8 @@ def test_a_wait_for_environments_that_do_not_close_is_told(monkeypatch):
         def close(self):
             assert told.wait(60)
 
-    monkeypatch.setattr(envs_module, "_CLOSE_S", 0.01)
-    monkeypatch.setattr(envs_module, "log", lambda text: told.set() if "has not returned" in text else None)
+    monkeypatch.setattr(failures, "CLOSE_S", 0.01)
+    monkeypatch.setattr(failures, "log", lambda text: told.set() if "has not returned" in text else None)
     make_envs(EnvConfig(num_envs=1), make_env=Slow).close()
     assert told.is_set()
 
@@ -383,6 +384,29 @@ def test_a_rank_in_a_process_of_a_search_keeps_its_signals():
     finally:
         process.kill()
         process.join()
+
+
+def test_a_limit_of_the_system_names_the_setting(monkeypatch):
+    def start(process):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", start)
+    with pytest.raises(PalaError, match=r"'env.vectorization' .* 1 of 3 .*temporarily unavailable\. .*'env.num_envs'"):
+        make_envs(EnvConfig(num_envs=3, vectorization="async"), make_env=counter())
+
+
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_an_environment_that_cannot_be_used_is_closed(vectorization):
+    class Spaceless(counter()):
+        action_space = None
+
+        def close(self):
+            closed.append(self)
+
+    closed = []
+    with pytest.raises(PalaError, match="has no 'action_space'"):
+        make_envs(EnvConfig(num_envs=2, vectorization=vectorization), make_env=Spaceless)
+    assert len(closed) == 1
 
 
 @pytest.mark.slow

@@ -30,9 +30,9 @@ from pala.envs.processes import EnvProcesses
 from pala.envs.vector import Envs, Episode, Step, make_envs
 from pala.evaluation import evaluate as program
 from pala.evaluation import scoring
-from pala.evaluation.policy import Actor, load_policy, policy_of
+from pala.evaluation.policy import Policy, load_policy, policy_of
 from pala.evaluation.record import Evaluation, action_words, read_evaluation, save
-from pala.evaluation.references import human_normalised, reference_scores
+from pala.evaluation.references import human_normalised, reference_of
 from pala.evaluation.scoring import Acting, _statistics, evaluate, play_episodes
 from pala.evaluation.video import _atari_screen, _write_video, filmed, record_video
 from pala.job import conclusion
@@ -77,13 +77,18 @@ class ShortAndLong:
 
 
 class Echo:
-    """Stands for `Actor`."""
+    """Stands for `Policy`."""
 
-    def act(self, observations: np.ndarray, masks: np.ndarray | None, greedy: bool) -> np.ndarray:
+    def actions(self, observations: np.ndarray, masks: np.ndarray | None, greedy: bool) -> np.ndarray:
         return observations
 
-    def forget(self, began: np.ndarray) -> None:
+    def reset(self, began: np.ndarray) -> None:
         pass
+
+
+def play(episodes: int, timeout_s: float = math.inf) -> tuple[list[Episode], int]:
+    envs, policy = cast(Envs, ShortAndLong()), cast(Policy, Echo())
+    return play_episodes(envs, policy, False, np.zeros(2, np.int32), episodes, timeout_s)
 
 
 def save_rank(
@@ -94,7 +99,7 @@ def save_rank(
     folder.mkdir(parents=True, exist_ok=True)
     parameters = torch.randn(len(flat.data))
     counters = {"weight": weight, "steps_by_rank": [steps, 200], "base_steps": 7}
-    counters |= {"updates": updates, "applied": updates, "warms_up_from": 0, "spares": 0, "lost": []}
+    counters |= {"updates": updates, "applied": updates, "num_squares": updates, "spares": 0, "lost": []}
     counters |= {"local_steps": 100, "round": 1, "time_s": 1.0}
     state = RankState(
         rank, ranks, flat.signature, {"parameters": parameters, "mean_square": parameters * 0}, {}, counters
@@ -115,9 +120,7 @@ def cartpole_run(tmp_path: Path) -> Path:
 
 
 def test_short_episodes_are_not_favoured() -> None:
-    played, steps = play_episodes(
-        cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=4
-    )
+    played, steps = play(episodes=4)
     assert sorted(episode.episode_return for episode in played) == [0, 0, 10, 10]
     assert steps == 40
 
@@ -133,14 +136,10 @@ def test_an_episode_without_an_end_is_cut(cartpole_run: Path, capsys: pytest.Cap
 
 
 def test_episodes_that_are_all_there_are_not_given_up() -> None:
-    played, _ = play_episodes(
-        cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=1, timeout_s=0.0
-    )
+    played, _ = play(episodes=1, timeout_s=0.0)
     assert len(played) == 1
     with pytest.raises(PalaError, match="given up after 0 s"):
-        play_episodes(
-            cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=2, timeout_s=0.0
-        )
+        play(episodes=2, timeout_s=0.0)
 
 
 def test_an_episode_that_training_would_cut_is_cut_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,11 +153,10 @@ def test_a_long_evaluation_tells_how_far_it_has_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a second a step: nothing before 20 s, then a line each 20 s, to standard error."""
-    envs, actor, seeds = cast(Envs, ShortAndLong()), cast(Actor, Echo()), np.zeros(2, np.int32)
     monkeypatch.setattr(scoring.time, "monotonic", map(float, itertools.count()).__next__)
-    play_episodes(envs, actor, False, seeds, episodes=2)  # 10 steps
+    play(episodes=2)  # 10 steps
     assert capsys.readouterr() == ("", "")
-    play_episodes(envs, actor, False, seeds, episodes=10)  # 50 steps
+    play(episodes=10)  # 50 steps
     assert capsys.readouterr() == (
         "",
         "Evaluation of ShortAndLong: 7 of 10 episodes, mean return so far 2.9.\n"
@@ -168,7 +166,7 @@ def test_a_long_evaluation_tells_how_far_it_has_come(
 
 
 def test_an_odd_number_of_episodes_is_shared_out() -> None:
-    played, _ = play_episodes(cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=5)
+    played, _ = play(episodes=5)
     assert [sum(episode.env_index == i for episode in played) for i in range(2)] == [3, 2]
 
 
@@ -176,9 +174,7 @@ def test_games_that_do_not_end_are_given_up() -> None:
     with pytest.raises(
         PalaError, match=r"given up after 0\.1 s \('evaluation\.timeout_s'\) with \d+ of 1000000 episodes"
     ):
-        play_episodes(
-            cast(Envs, ShortAndLong()), cast(Actor, Echo()), False, np.zeros(2, np.int32), episodes=10**6, timeout_s=0.1
-        )
+        play(episodes=10**6, timeout_s=0.1)
 
 
 def test_statistics_and_repeatability(cartpole_run: Path) -> None:
@@ -235,8 +231,8 @@ def test_the_table_of_scores() -> None:
     text = importlib.resources.files("pala.evaluation").joinpath("atari_scores.csv").read_text(encoding="utf-8")
     games = [row["game"] for row in csv.DictReader(text.splitlines())]
     assert len(set(games)) == len(games) == 57
-    assert reference_scores("pong") == (-20.7, 14.6)
-    assert reference_scores("tetris") is None
+    assert reference_of("ALE/Pong-v5") == (-20.7, 14.6)
+    assert reference_of("ALE/Tetris-v5") is None
     assert human_normalised(14.6, -20.7, 14.6) == 100
     assert human_normalised(-20.7, -20.7, 14.6) == 0
 

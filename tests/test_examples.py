@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,6 +126,22 @@ def test_ppo_counts_whole_episodes_and_adds_the_value_of_what_was_cut(ppo: Any) 
     assert player.returns == [[5.0, 5.0]] * 2
     assert rollout.ends[:, 0].nonzero().flatten().tolist() == [4, 9]
     assert rollout.rewards[:, 0].tolist() == [1.0] * 4 + [2.5] + [1.0] * 4 + [2.5] + [1.0] * 2
+
+
+def test_ppo_adds_no_value_where_the_time_limit_and_the_end_come_together(ppo: Any) -> None:
+    class Last(ppo.gymnasium.Env):
+        observation_space, action_space = ppo.gymnasium.spaces.Box(0, 1, (1,)), ppo.gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action: Any) -> Any:
+            return np.ones(1, np.float32), 1.0, True, True, {}
+
+    envs = ppo.gymnasium.vector.SyncVectorEnv([Last], autoreset_mode=ppo.SAME_STEP)
+    rollout = ppo.Rollout.empty(2, envs)
+    ppo.Player(envs, ppo.Agent(envs.single_observation_space, 2), seed=0).play(rollout, discount=0.5)
+    assert rollout.rewards.tolist() == [[1.0], [1.0]]
 
 
 @pytest.mark.slow

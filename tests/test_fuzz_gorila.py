@@ -15,7 +15,7 @@ from pala.envs.vector import Step
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import Message, Refusal
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
-from pala.gorila.node import Formats, Node, Rules
+from pala.gorila.node import Node, Rules
 from pala.gorila.replay import Batch, experience_of, reset_frames
 from pala.gorila.roles import assign
 from pala.gorila.store import ReplayStore
@@ -39,8 +39,7 @@ class Pair:
         self.game, self.frame_stack = Game(NUM_ENVS, frame_stack, (np.uint8, (2, 2))), frame_stack
         config = make_config(NUM_ENVS, **GLOBAL)
         flat, roles = FlatParameters(make_network(), CPU), assign(config.gorila, 4)
-        formats = Formats.of(config.env, frame_stack, config.gorila, self.game.space, num_actions=10**6)
-        self.rules = Rules.of(config.gorila, roles, 4, flat, formats)
+        self.rules = Rules.of(config, roles, 4, flat, self.game.space, 10**6, frame_stack)
         self.store = ReplayStore(
             [ACTOR], CAPACITY, NUM_ENVS, self.game.space, frame_stack, min_steps=1, update_period_steps=1,
             minibatch_size=200, rng=np.random.default_rng(0),
@@ -84,7 +83,7 @@ class Pair:
         message = self.rules.wire.decode(bytes_)
         if isinstance(message, Refusal) or message.sender != ACTOR:
             return True
-        formats = {Kind.EXPERIENCE: self.rules.formats.experience, Kind.RESET: self.rules.formats.reset}
+        formats = {Kind.EXPERIENCE: self.rules.experience, Kind.RESET: self.rules.frames}
         if message.kind in formats and isinstance(formats[message.kind].decode(bytes_[header:]), Refusal):
             return True
         was = self.rules.wire.decode(np.frombuffer(of, np.uint8))

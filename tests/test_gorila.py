@@ -17,12 +17,13 @@ from pala.config import GorilaConfig, NetworkConfig, from_table
 from pala.gorila.dqn import DQN, LossFilter, Transitions, dqn_loss, epsilon_at, epsilon_greedy, targets
 from pala.gorila.networks import QNetwork
 from pala.gorila.roles import Roles, assign
-from pala.gorila.shard import ServedModel, Shard, assemble, slices
+from pala.gorila.shard import Shard, assemble, slices
 from pala.networks.make import make_tape
 from pala.networks.network import FlatParameters, blank_observations
 from pala.networks.tape import AutogradTape, Tape
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
+from support.gorila_ranks import begin_with
 
 torch.set_num_threads(1)  # a second thread only costs time on tensors this small
 CPU = torch.device("cpu")
@@ -269,7 +270,7 @@ def gradients_of_several_steps(size: int = 7, count: int = 5) -> torch.Tensor:
 
 
 def whole_shard(parameters: torch.Tensor, config: GorilaConfig) -> Shard:
-    return Shard(ServedModel.fresh(parameters), slice(None), config)
+    return Shard(begin_with(parameters), slice(None), config)
 
 
 @given(st.integers(1, 10**9), st.integers(1, 200))
@@ -322,7 +323,7 @@ def test_sharded_updates_equal_the_unsharded_one_bit_for_bit(data, optimiser, si
     start, gradients = data.draw(vector), data.draw(st.lists(vector, min_size=1, max_size=3))
     parts = slices(size, data.draw(st.integers(1, size)))
     whole = whole_shard(start, config)
-    shards = [Shard(ServedModel.fresh(start), part, config) for part in parts]
+    shards = [Shard(begin_with(start), part, config) for part in parts]
     for gradient in gradients:
         whole.apply(gradient, whole.version)
         for shard, part in zip(shards, parts, strict=True):
@@ -362,7 +363,7 @@ def test_a_shard_of_a_network_learns_what_it_is_taught(optimiser):
     flat = FlatParameters(network, CPU)
     config = GorilaConfig(optimiser=optimiser, adagrad_learning_rate=0.02, rmsprop_learning_rate=0.02)
     parts = slices(flat.data.numel(), 2)
-    shards = [Shard(ServedModel.fresh(flat.data), part, config) for part in parts]
+    shards = [Shard(begin_with(flat.data), part, config) for part in parts]
     batch = make_batch()._replace(terminated=torch.ones(COUNT, dtype=torch.bool))
     tape, losses = tape_of(network), []
     dqn = DQN(network.distribution, tape, flat, tape, flat, config)

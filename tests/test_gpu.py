@@ -115,7 +115,7 @@ def parameters_after(device: str, passes: str, updates: int = 3) -> torch.Tensor
             rollout.rewards.append(on_device(draw.normal(size=4).astype(np.float32)))
             rollout.ended.append(on_device(np.zeros(4, np.float32)))
         loss = a2c.differentiate(rollout, on_device(draw.normal(size=4).astype(np.float32)))
-        assert a2c.step(loss, 7e-4, updates=0).applied
+        assert a2c.step(loss, 7e-4).applied
     return parts.flat.data.cpu()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 import pala
 from pala.a2c.update import A2C, Rollout
 from pala.config import A2CConfig, Config, EnvConfig, EvaluationConfig, GorilaConfig, NetworkConfig, RunConfig
-from pala.envs.masks import MaskReader, an_action, part_of
+from pala.envs.masks import MaskReader, an_action
 from pala.envs.vector import make_envs
 from pala.evaluation.policy import load_policy
 from pala.evaluation.video import _film
@@ -86,48 +85,6 @@ def test_a_mask_that_lacks_in_the_first_step_shows_as_an_environment_is_tried_ou
         envs.try_out(3)
 
 
-class Misnamed(gymnasium.Wrapper):
-    """Gives the mask under another name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self._name = name
-        if name == "attribute":
-            self.action_masks = np.ones(2, np.int8)
-
-    def reset(self, **arguments: Any) -> Any:
-        return super().reset(**arguments)[0], {self._name: np.ones(2, np.int8)}
-
-    def step(self, action: Any) -> Any:
-        return *super().step(action)[:4], {self._name: np.ones(2, np.int8)}
-
-
-@pytest.mark.parametrize(
-    ("name", "vectorization", "what"),
-    [
-        ("action_masks", "sync", "info 'action_masks'"),
-        pytest.param("legal_actions", "async", "info 'legal_actions'", marks=pytest.mark.slow),
-        ("attribute", "sync", "attribute 'action_masks', which is no method,"),
-        ("num_illegal_actions", "sync", ""),
-        ("action_mask", "sync", ""),
-    ],
-)
-def test_a_mask_under_another_name_is_noted(name: str, vectorization: Any, what: str) -> None:
-    """Training took what was not allowed without a word."""
-    config = EnvConfig("x", num_envs=1, vectorization=vectorization)
-    with make_envs(config, make_env=partial(Misnamed, name)) as envs:
-        envs.try_out(3)
-        assert envs.overlooked_masks == what
-
-
-def test_a_mask_is_found_in_any_depth_of_the_observations() -> None:
-    vector, masks = Box(-1, 1, (3,)), gymnasium.spaces.MultiBinary(2)
-    deep = gymnasium.spaces.Tuple([vector, gymnasium.spaces.Dict({"here": vector, "action_masks": masks})])
-    assert part_of(deep) == "action_masks"
-    assert part_of(gymnasium.spaces.Dict({"a": deep, "z": vector})) == "action_masks"
-    assert part_of(gymnasium.spaces.Dict({"mask": vector, "last_action": vector})) == part_of(vector) == ""
-
-
 @pytest.mark.parametrize(
     ("space", "mask"),
     [
@@ -176,6 +133,7 @@ TWO = MultiDiscrete([2, 3])
         ([1, 1, 0, 0, 0], TWO, "allows no action"),
         ([1, 1, 1], Discrete(2), r"'it' gives action masks, but one has the shape \(3,\)"),
         ([[1, 1]], Discrete(2), r"the shape \(1, 2\), not \(2,\)"),
+        ([[1, 1], [1, 1, 1]], TWO, r"of MultiDiscrete.* give one mask a choice in a tuple, or all joined"),
         (([1, 1], [1, 1]), TWO, r"the shape \(4,\), where .* needs 5 numbers"),
         ([0.0, -math.inf], Discrete(2), "other numbers than 0 and 1"),
         ([1, 1], Box(-1, 1, (2,)), "only Discrete and MultiDiscrete ones can be masked"),
@@ -339,7 +297,7 @@ def test_a_film_plays_within_masks(tmp_path: Path) -> None:
     """As `pala play` shows it."""
     policy, _ = policy_for(tmp_path, INFO)
     envs, ended = make_envs(replace(FICKLE.env, num_envs=1), make_env=INFO), []
-    pictures = _film(envs, policy.actor, False, lambda actions: np.zeros((1, 1, 3)), np.zeros(1, np.int32), ended, 5)
+    pictures = _film(envs, policy, False, lambda actions: np.zeros((1, 1, 3)), np.zeros(1, np.int32), ended, 5)
     assert len(list(pictures)) == 5 * 7 and len(ended) == 5
 
 
@@ -386,37 +344,6 @@ def test_a_run_with_masks_from_end_to_end(tmp_path: Path, capsys: pytest.Capture
     result = pala.fit(replace(config, total_steps=2000), resume=result.run)
     assert result.global_steps >= 2000
     assert pala.evaluate_policy(result.run, episodes=10, greedy=True).episodes == 10
-
-
-@pytest.mark.parametrize("gives_info", [True, False])
-@pytest.mark.slow
-def test_masks_that_are_only_observed_are_told(gives_info: bool, tmp_path: Path, capsys: Any) -> None:
-    """RLlib's convention: training took what was not allowed without a word."""
-
-    class Observed(gymnasium.ObservationWrapper):
-        def __init__(self) -> None:
-            super().__init__(INFO())
-            space = {"here": self.env.observation_space, "action_mask": gymnasium.spaces.MultiBinary(2)}
-            self.observation_space = gymnasium.spaces.Dict(space)
-
-        def observation(self, observation: Any) -> Any:
-            return {"here": observation, "action_mask": np.ones(2, np.int8)}
-
-        def reset(self, **arguments: Any) -> Any:
-            observation, info = super().reset(**arguments)
-            return observation, info if gives_info else {}
-
-        def step(self, action: Any) -> Any:
-            *rest, info = super().step(action)
-            return *rest, info if gives_info else {}
-
-    config = Config(
-        total_steps=20, env=EnvConfig(num_envs=1, restarts=0), network=NetworkConfig(mlp_hidden=(8,)),
-        run=RunConfig(dir=str(tmp_path), name="masked", console="none", threads=1),
-    )  # fmt: skip
-    with suppress(PalaError):  # of what is not allowed
-        pala.fit(config, make_env=Observed)
-    assert ("part 'action_mask', which the network sees," in capsys.readouterr().err) == (not gives_info)
 
 
 def test_gorila_refuses_masks(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_the_optimiser_leaves_the_moments_alone() -> None:
             rollout.actions.append(torch.ones(4, dtype=torch.int64))
             rollout.rewards.append(seen)
             rollout.ended.append(torch.zeros(4))
-        assert a2c.step(a2c.differentiate(rollout, torch.zeros(4)), 0.01, updates=0).applied
+        assert a2c.step(a2c.differentiate(rollout, torch.zeros(4)), 0.01).applied
         alone.gather()
         alone.learn(healthy=True)
     assert flat.data[flat.num_learned :].equal(twin.data[twin.num_learned :])

@@ -67,9 +67,9 @@ def test_the_learning_rate_may_fall(method: str) -> None:
     falling = dataclasses.replace(CONFIG, a2c=dataclasses.replace(CONFIG.a2c, learning_rate_decay="linear"))
     rates, step = [], A2C.step
 
-    def noting(a2c: A2C, loss: Loss, rate: float, updates: int) -> UpdateResult:
+    def noting(a2c: A2C, loss: Loss, rate: float) -> UpdateResult:
         rates.append(rate)
-        return step(a2c, loss, rate, updates)
+        return step(a2c, loss, rate)
 
     with mock.patch.object(A2C, "step", noting):
         learn(method, falling, Conditions(2))

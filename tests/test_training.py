@@ -161,7 +161,7 @@ def test_weights_that_nobody_learned_are_not_mixed_in(kind: str, standing: Stand
     assert standing.train(2, *arguments, cwd=tmp_path).status == 0
     run = tmp_path / "runs/r"
     state = states_of(run, 2)[1]
-    state.counters |= {"updates": 0, "applied": 0, "warms_up_from": 0}
+    state.counters |= {"updates": 0, "applied": 0, "num_squares": 0}
     state.tensors["parameters"].fill_(100.0)
     save_rank(newest_segment(run), state)
     done = standing.train(2, "--resume", "runs/r", "--total-steps", "2200", cwd=tmp_path)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pala.a2c.averaging import average_of, check_actor_critic
+from pala.a2c.averaging import average_of, check_actor_critic, num_squares
 from pala.a2c.learner import Learner
-from pala.a2c.update import A2C, Kept
+from pala.a2c.update import A2C
 from pala.comm.agreement import collectively, from_first, sum_on_host
 from pala.comm.base import Communicator
 from pala.config import Config
@@ -68,11 +68,11 @@ class A2CAgent(Agent[ModelExchange]):
             counters = own.counters
             for members in self._holding_one_model(comm):
                 counters = self._begin_alike(comm, counters, members)
-        self.a2c.kept = Kept(**{name: counters[name] for name in asdict(self.a2c.kept)})
+        self.a2c.num_squares = num_squares(counters)
         return counters
 
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return self.a2c.tensors, asdict(self.a2c.kept)
+        return self.a2c.tensors, {"num_squares": self.a2c.num_squares}
 
     def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> ModelExchange:
         return make_exchange(
@@ -145,7 +145,7 @@ class A2CAgent(Agent[ModelExchange]):
             "applied": newest["applied"],
             "local_steps": newest["steps_by_rank"][comm.rank],
             "time_s": newest["time_s"],
-            **{name: newest[name] for name in asdict(self.a2c.kept)},
+            "num_squares": num_squares(newest),
         }
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pala.a2c.update import Kept
 from pala.run.checkpoint import OF_ANOTHER_ALGORITHM, RankState, joint_counters, load_all, load_rank
 from pala.system.errors import PalaError
 
@@ -17,20 +16,8 @@ _NEEDED = {"parameters", "mean_square"}  # of the whole network; RMSprop's mean 
 
 
 def average_of(segment: Path, signature: int, parameters: int, first_only: bool) -> tuple[RankState, int]:
-    """Return the `average` of the checkpoints in a folder, reading one at a time, and the number of their ranks."""
-
-    def load(state: RankState) -> RankState:
-        read = load_rank(segment, state.rank, signature, state.ranks, parameters)  # a live job may have saved since
-        check_actor_critic(read, parameters)
-        both = zip(state.counters["steps_by_rank"], read.counters["steps_by_rank"], strict=True)
-        return replace(read, counters=read.counters | {"steps_by_rank": [max(steps) for steps in both]})
-
-    states = load_all(segment, signature, parameters, whole=False)
-    return average(states, load, first_only), len(states)
-
-
-def average(states: list[RankState], load: Callable[[RankState], RankState], first_only: bool) -> RankState:
-    """Make one state from many, for another number of ranks. `load`: gives a state its tensors, which it has checked.
+    """Make one state, for another number of ranks, of the checkpoints in a folder, and return it with the number of
+    their ranks. Reads one at a time.
 
     Kept: parameters, RMSprop's mean squares and momentum's mean move, averaged with the push-sum weights; all
     steps made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random
@@ -38,14 +25,18 @@ def average(states: list[RankState], load: Callable[[RankState], RankState], fir
     PalaError if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means
     nothing.
     """
-    # One that was killed before its first checkpoint, beside others that trained, has weights that nobody learned.
-    trained = [state for state in states if state.counters["updates"]] or states
+    states = load_all(segment, signature, parameters, whole=False)
     read = {state.rank: state for state in states}
     first: RankState | None = None
     sums: dict[str, Tensor] = {}
     weights = 0.0
-    for state in map(load, trained):
-        read[state.rank] = replace(state, tensors={}, random_states={})
+    # One that was killed before its first checkpoint, beside others that trained, has weights that nobody learned.
+    for known in [state for state in states if state.counters["updates"]] or states:
+        state = load_rank(segment, known.rank, signature, known.ranks, parameters)  # a live job may have saved since
+        check_actor_critic(state, parameters)
+        both = zip(known.counters["steps_by_rank"], state.counters["steps_by_rank"], strict=True)
+        counters = state.counters | {"steps_by_rank": [max(steps) for steps in both]}
+        read[state.rank] = replace(state, tensors={}, random_states={}, counters=counters)
         if not state.tensors["parameters"].isfinite().all():
             continue
         if first is None:
@@ -54,7 +45,7 @@ def average(states: list[RankState], load: Callable[[RankState], RankState], fir
             raise PalaError(
                 "The checkpoints of the ranks are of unlike settings: some are with momentum, some without."
             )
-        weight = state.counters["weight"]
+        weight = counters["weight"]
         sums = {name: total + weight * state.tensors[name] for name, total in sums.items()}
         weights += weight
         if first_only:
@@ -62,14 +53,26 @@ def average(states: list[RankState], load: Callable[[RankState], RankState], fir
     if first is None:
         raise PalaError("The checkpoints of all ranks hold parameters that are not finite; nothing can be resumed.")
     tensors = {name: total / weights for name, total in sums.items()}
-    return replace(first, tensors=tensors, counters=first.counters | joint_counters(list(read.values())))
+    joint = first.counters | joint_counters(list(read.values()))
+    return replace(first, tensors=tensors, counters=joint), len(states)
 
 
 def check_actor_critic(state: RankState, parameters: int) -> None:
     """Raise PalaError for the checkpoint of another algorithm, or of a network of another size. `parameters`: of this
     run's network."""
-    kept = all(type(state.counters.get(number.name)) is type(number.default) for number in fields(Kept))
-    if not (kept and state.tensors.keys() >= _NEEDED):
+    num_squares(state.counters)
+    if not state.tensors.keys() >= _NEEDED:
         raise PalaError(OF_ANOTHER_ALGORITHM)
     if any(len(tensor) != parameters for tensor in state.tensors.values()):
         raise PalaError("The checkpoints hold other tensors than this run's network has.")
+
+
+def num_squares(counters: dict[str, Any]) -> int:
+    """Return `A2C.num_squares` of a checkpoint. Those of earlier commits have the update after which the mean squares
+    were 0. Raises PalaError for the checkpoint of another algorithm."""
+    number, updates = counters.get("num_squares"), counters["updates"]
+    if number is None and type(begin := counters.get("warms_up_from")) is int:
+        number = updates - begin
+    if type(number) is not int or not 0 <= number <= updates:
+        raise PalaError(OF_ANOTHER_ALGORITHM)
+    return number

@@ -103,17 +103,10 @@ class Learner(Loop):
         return self._interrupt.signal is not None or (self._ends_alone and self._exchange.stop is not Stop.NONE)
 
     def step(self, loss: Loss) -> UpdateResult:
-        """Make one step along the gradient."""
+        """Make one step along the gradient, and count it."""
         with self._watch.section("update"):
-            result = self._a2c.step(loss, self._learning_rate(), self.counters.updates)
-        self._count_update(result)
-        return result
-
-    def _count_update(self, result: UpdateResult) -> None:
-        """Count an update. One that was left out while the mean squares are 0 is no part of the warm-up."""
+            result = self._a2c.step(loss, self._learning_rate())
         self.counters.updates += 1
-        if not result.applied and self._a2c.kept.warms_up_from == self.counters.updates - 1:
-            self._a2c.kept.warms_up_from += 1
         self.counters.local_steps += self._config.steps_per_update
         self.counters.applied += result.applied
         if result.applied:
@@ -123,6 +116,7 @@ class Learner(Loop):
                 entropy=result.loss.entropy,
                 gradient_norm=result.gradient_norm,
             )
+        return result
 
     def _play(self) -> tuple[Rollout, Tensor]:
         """Play `rollout_steps` steps in all environments; return V after the last one [B]."""
@@ -183,7 +177,16 @@ class Learner(Loop):
         return value.squeeze(-1)
 
     def _share(self, result: UpdateResult) -> None:
-        """Pass the parameters through the exchange, and deal with an update that was not finite."""
+        """Pass the parameters through the exchange, and deal with an update that was not finite.
+
+        | step | parameters | the exchange | then |
+        |---|---|---|---|
+        | made | finite | leaves or mixes them | nothing |
+        | left out | finite | leaves or mixes them | it is told |
+        | either | finite | puts another model in their place | movement and momentum restart |
+        | left out | not finite | puts a finite model in their place | the mean squares restart, too |
+        | left out | not finite | has none | training ends, as after 100 steps left out |
+        """
         healthy = result.applied or bool(self._flat.data.isfinite().all())
         self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
         if healthy:
@@ -196,6 +199,8 @@ class Learner(Loop):
         else:
             self._movement.restart()
             self._a2c.restart_momentum()
+            if not healthy and finite:
+                self._a2c.restart_mean_square()
         if not result.applied:
             self._report_left_out(healthy, finite)
 
@@ -211,7 +216,6 @@ class Learner(Loop):
                 so_far *= self._own_left_out > 1
                 log(f"{where}: the loss or its gradient is not finite; the update is left out.{so_far}")
         if not healthy and finite:
-            self._a2c.restart_mean_square(self.counters.updates)
             log(f"{where}: the parameters were not finite either; they are replaced by what the peers sent.")
         elif not finite and self._exchange.stop is Stop.NONE:
             fault = f"{where}: the parameters are not finite and there is no peer to recover from. {_ADVICE}"
@@ -231,7 +235,7 @@ class Learner(Loop):
         config = self._config
         rate = learning_rate(config, self._models)
         if warmup := config.a2c.learning_rate_warmup_updates:
-            rate *= min(1.0, (self.counters.updates - self._a2c.kept.warms_up_from + 1) / warmup)
+            rate *= min(1.0, (self._a2c.num_squares + 1) / warmup)
         if config.a2c.learning_rate_decay == "linear":
             rate *= max(0.0, 1 - self._exchange.global_steps / config.total_steps)
         return rate

@@ -104,14 +104,6 @@ class UpdateResult(NamedTuple):
     applied: bool
 
 
-@dataclass
-class Kept:
-    """The numbers that a rank's checkpoints keep beside its tensors."""
-
-    warms_up_from: int = 0
-    """The update after which the mean squares were 0."""
-
-
 class A2C:
     """The optimiser's state and one update of a network's flat parameters: its gradient, then a step along it."""
 
@@ -126,7 +118,8 @@ class A2C:
 
             self.normalization = Normalization(flat, config.gamma)
         self.mean_square = torch.zeros_like(flat.data)
-        self.kept = Kept()
+        self.num_squares = 0
+        """Gradients whose squares are in `mean_square`."""
         self._momentum: Momentum | None = None
         if config.momentum:
             from pala.exchange.momentum import Momentum
@@ -148,20 +141,19 @@ class A2C:
         """The part of the flat parameters that the optimiser moves."""
         return self.flat.data[: self.flat.num_learned]
 
-    def restart_mean_square(self, updates: int) -> None:
-        """Set the mean squares to zero, and warm up from update `updates` on: those of parameters that were not finite
-        are not finite either."""
+    def restart_mean_square(self) -> None:
+        """Set the mean squares to zero, and warm up again: those of parameters that were not finite are not finite
+        either."""
         self.mean_square.zero_()
-        self.kept.warms_up_from = updates
+        self.num_squares = 0
 
     def restart_momentum(self) -> None:
         """Restart the momentum: the exchange has put another model in the place of this one."""
         if self._momentum is not None:
             self._momentum.restart()
 
-    def step(self, loss: Loss, learning_rate: float, updates: int) -> UpdateResult:
-        """Clip the gradient in `flat.gradient`, and take one optimiser step, unless it is not finite. `updates`: how
-        many were made before."""
+    def step(self, loss: Loss, learning_rate: float) -> UpdateResult:
+        """Clip the gradient in `flat.gradient`, and take one optimiser step, unless it is not finite."""
         config, learned = self._config, slice(self.flat.num_learned)
         gradient = self.flat.gradient[learned]
         norm = clip_gradient_(gradient, config.max_gradient_norm)
@@ -172,6 +164,7 @@ class A2C:
         if finite:
             if self._momentum is not None:
                 self._momentum.push_()
+            self.num_squares += 1
             rmsprop_(
                 self.learned,
                 gradient,
@@ -180,15 +173,15 @@ class A2C:
                 config.rmsprop_alpha,
                 config.rmsprop_epsilon,
                 config.rmsprop_epsilon_inside_root,
-                self._bias_correction(updates + 1 - self.kept.warms_up_from),
+                self._bias_correction(),
             )
         return UpdateResult(loss, norm, finite)
 
-    def _bias_correction(self, squares: int) -> float:
-        """Return the share that `squares` squared gradients make up of their mean, which began at 0 (Adam, arXiv
-        1412.6980, section 3); 1: that is not corrected."""
+    def _bias_correction(self) -> float:
+        """Return the share that the squared gradients make up of their mean, which began at 0 (Adam, arXiv 1412.6980,
+        section 3); 1: that is not corrected."""
         config = self._config
-        return 1 - config.rmsprop_alpha**squares if config.rmsprop_bias_correction else 1.0
+        return 1 - config.rmsprop_alpha**self.num_squares if config.rmsprop_bias_correction else 1.0
 
     def differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
         """Return the rollout's loss, and write its gradient to `flat.gradient`: autograd goes down to the network's

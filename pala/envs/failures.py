@@ -11,13 +11,18 @@ of the start, which making it again does not mend.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import traceback
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from pala.system.errors import PalaError
+from pala.system.output import log
 from pala.system.seeding import derive
 
 FAILURES = "failures"  # key of an info: list of the failures since the last answer
+CLOSE_S = 30.0  # what closing environments may take without a word
 _FRAMES = 3  # of a traceback
 _ADVICE = {
     "daemonic processes are not allowed to have children": (
@@ -27,6 +32,7 @@ _ADVICE = {
     "not enough values to unpack (expected 5, got 4)": (  # of Gymnasium's wrappers, of which `make` adds some
         "'step' must return (observation, reward, terminated, truncated, info)"
     ),
+    "reset() got an unexpected keyword argument": "define it as `def reset(self, *, seed=None, options=None):`",
 }  # by what an exception says
 
 
@@ -83,3 +89,16 @@ def error_of_start(failure: Failure, name: str) -> PalaError:
 def seed_after(seed: int | None, renewals: int) -> int | None:
     """Return the seed of the environment that takes the place of one that had `seed`; None: by chance."""
     return None if seed is None else int(derive(seed, renewals, "environment made anew")[0])
+
+
+@contextlib.contextmanager
+def told_if_it_takes_long() -> Iterator[None]:
+    """Report that `close` of the user's environments, inside the block, takes long."""
+    waits = f"'close' of the environments has not returned for {CLOSE_S:g} s; this process still waits for it."
+    notice = threading.Timer(CLOSE_S, log, [waits])
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()

@@ -7,7 +7,6 @@ differs.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,8 +48,6 @@ class Checked(gymnasium.Wrapper):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, and check what it returns."""
-        if not self._was_reset:
-            self._check("reset", True, lambda: _check_signature(self.env))
         result = self.env.reset(seed=seed, options=options)
         self._check("reset", not self._was_reset, lambda: _check_reset(result, self.env.observation_space))
         self._was_reset = True
@@ -102,22 +99,6 @@ def _layers(env: Any) -> Iterator[Any]:
         yield env
         env = env.env
     yield env
-
-
-def _check_signature(env: gymnasium.Env) -> None:
-    for layer in _layers(env):
-        try:
-            signature = inspect.signature(layer.reset)
-        except (TypeError, ValueError):  # of compiled code
-            continue
-        try:
-            signature.bind(seed=None, options=None)
-        except TypeError:
-            raise _FaultError(
-                "the arguments 'seed' and 'options'",
-                f"a method with {signature} in {type(layer).__name__}",
-                "Define it as `def reset(self, *, seed=None, options=None):`.",
-            ) from None
 
 
 def _check_reset(result: Any, space: gymnasium.Space) -> None:

@@ -2,7 +2,7 @@
 
 | the environment gives | convention |
 |---|---|
-| `info["action_mask"]` of `reset` and of `step` | Gymnasium's, as Taxi-v3 has it |
+| `info["action_mask"]` of `reset` and of `step` | Gymnasium's, as Taxi has it |
 | a method `action_masks()`, its own or a wrapper's | that of Stable-Baselines3's contributions |
 
 A mask is 1 where an action is allowed and 0 where it is not: an array of as many numbers as Discrete actions. Of
@@ -12,7 +12,6 @@ MultiDiscrete actions it is an array for each choice, in a tuple, or all of them
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,17 +21,6 @@ import numpy as np
 from pala.system.errors import PalaError
 
 KEY = "action_mask"
-_ALIKE = re.compile(r"action_?mask|(?<![a-z])(legal|valid|available)_actions")  # names that others have for it
-
-
-def part_of(space: gymnasium.Space) -> str:
-    """Return the name of a part of these observations that seems to be a mask, which keeps no action from being taken;
-    empty if there is none."""
-    if not isinstance(space, (gymnasium.spaces.Dict, gymnasium.spaces.Tuple)):
-        return ""
-    parts = space.spaces.items() if isinstance(space, gymnasium.spaces.Dict) else enumerate(space.spaces)
-    names = (str(key) if _ALIKE.search(str(key)) else part_of(part) for key, part in parts)
-    return next(filter(None, names), "")
 
 
 class MaskReader:
@@ -43,7 +31,6 @@ class MaskReader:
         self._space, self._name = env.action_space, name
         method = env.get_wrapper_attr("action_masks") if env.has_wrapper_attr("action_masks") else None
         self._method: Callable[[], Any] | None = method if callable(method) else None
-        self._has_other = method is not None and self._method is None
 
     def read(self, info: dict[str, Any]) -> dict[str, np.ndarray]:
         """Return the mask that `info` or the environment gives now, bool [A], by its key; empty: there is none. Raises
@@ -52,12 +39,6 @@ class MaskReader:
         if given is None and self._method is not None:
             given = self._method()
         return {} if given is None else {KEY: self._checked(given)}
-
-    def overlooked(self, info: dict[str, Any]) -> str:
-        """Return what seems to be meant for a mask where `read` finds none: a subject for people, or nothing."""
-        if self._has_other:
-            return "attribute 'action_masks', which is no method,"
-        return next((f"info '{key}'" for key in info if key != KEY and _ALIKE.search(str(key))), "")
 
     def _checked(self, given: Any) -> np.ndarray:
         try:
@@ -100,7 +81,10 @@ def joined(masks: Any, space: gymnasium.Space) -> tuple[np.ndarray, np.ndarray]:
     what is no mask of this space."""
     sizes = _sizes(space)
     is_apart = isinstance(masks, tuple) and len(masks) == len(sizes) and np.ndim(masks[0]) > 0
-    flat = np.concatenate(masks, -1) if is_apart else np.asarray(masks)
+    try:
+        flat = np.concatenate(masks, -1) if is_apart else np.asarray(masks)
+    except ValueError:  # of parts of unlike lengths
+        raise ValueError(f"one is no array; of {space} give one mask a choice in a tuple, or all joined") from None
     if flat.shape[-1:] != (sizes.sum(),):
         raise ValueError(f"one has the shape {flat.shape}, where {space} needs {sizes.sum()} numbers")
     if not ((flat == 0) | (flat == 1)).all():

@@ -12,9 +12,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import gymnasium
@@ -23,8 +23,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, clear_mpi_env_vars, iterate
 
 from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, error_of_start, failure_of, seed_after
-from pala.envs.renewed import Maker
-from pala.system.errors import PalaError
+from pala.envs.single import Factory, Renewed
+from pala.system.errors import PalaError, reason
 from pala.system.output import log
 
 _ANSWER_S = 300.0  # what an environment may take to be made, for a reset or for a step
@@ -43,14 +43,7 @@ class _LostError(Exception):
         self.is_late = is_late
 
 
-class ProcessMaker(Maker, Protocol):
-    """A factory that processes call."""
-
-    def __call__(self, in_a_row: int = 0) -> gymnasium.Env:
-        """Make an environment as processes step it; `in_a_row`: failures of those in whose place it is."""
-
-
-def _packed(factory: Callable[..., gymnasium.Env]) -> bytes:
+def _packed(factory: Factory) -> bytes:
     """Return the factory as it is sent to a process. Raises PalaError if it cannot be."""
     try:
         return bytes(cloudpickle.dumps(factory))
@@ -87,17 +80,18 @@ def _restore(safe_path: str | None) -> None:
 
 def _work(packed: bytes, in_a_row: int, index: int, pipe: Connection, memory: Any, safe_path: str | None) -> None:
     """Make an environment and do what the rank asks for: ("try out", seed), ("reset", seed), ("step", action) or
-    ("close", None). Each answer is ("is", what was asked for) or the name of what went wrong, with its data."""
+    ("close", None). An answer is ("is", (what was asked for, failures in a row)), or the name of what went wrong with
+    its data."""
     _restore(safe_path)  # for programs that the environment starts
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the rank deals with signals, and ends its workers
     with contextlib.suppress(EOFError, ConnectionError):  # the rank has ended
         try:
-            env = cloudpickle.loads(packed)(in_a_row)
+            env: Renewed = cloudpickle.loads(packed)(in_a_row)
         except BaseException as error:  # it is the user's code: anything may happen
             pipe.send(("failed", failure_of("its factory", error)))
             return
-        pipe.send(("is", (env.observation_space, env.action_space)))
+        pipe.send(("is", ((env.observation_space, env.action_space), in_a_row)))
         try:
             _serve(env, pipe, _view(memory, env.observation_space)[index])
         except FailedTooOftenError as error:
@@ -112,29 +106,30 @@ def _work(packed: bytes, in_a_row: int, index: int, pipe: Connection, memory: An
             _close(env)
 
 
-def _serve(env: gymnasium.Env, pipe: Connection, observation: np.ndarray) -> None:
+def _serve(env: Renewed, pipe: Connection, observation: np.ndarray) -> None:
     """Answer until the rank says that this is the end; `observation`: the place of this environment's."""
+    answer: Any
     while True:
         what, data = pipe.recv()
         if what == "close":
             return
         if what == "try out":
-            pipe.send(("is", env.try_out(data)))  # type: ignore[attr-defined]
-            continue
-        if what == "reset":
+            env.try_out(data)
+            answer = None
+        elif what == "reset":
             if data is not None:  # for environments that draw from the generators of the whole process
                 np.random.seed(data)  # noqa: NPY002 - that very one
                 random.seed(data)
-            observation[:], info = env.reset(seed=data)
-            pipe.send(("is", info))
-            continue
-        last, reward, terminated, truncated, info = env.step(data)
-        if terminated or truncated:
-            first, of_reset = env.reset()
-            info = {"final_obs": last, "final_info": info} | of_reset
-            last = first
-        observation[:] = last
-        pipe.send(("is", (float(reward), bool(terminated), bool(truncated), info)))
+            observation[:], answer = env.reset(seed=data)
+        else:
+            last, reward, terminated, truncated, info = env.step(data)
+            if terminated or truncated:
+                first, of_reset = env.reset()
+                info = {"final_obs": last, "final_info": info} | of_reset
+                last = first
+            observation[:] = last
+            answer = float(reward), bool(terminated), bool(truncated), info
+        pipe.send(("is", (answer, env.in_a_row)))
 
 
 def _close(env: gymnasium.Env) -> None:
@@ -156,7 +151,7 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
     """Environments in processes of their own, which never outlive this one's wish. Observations are of one Box. Raises
     PalaError if one cannot be made there, and FailedTooOftenError."""
 
-    def __init__(self, factory: ProcessMaker, num_envs: int, restarts: int) -> None:
+    def __init__(self, factory: Factory, num_envs: int) -> None:
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         first = factory()
@@ -167,7 +162,7 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self._factory, self._packed = factory, _packed(factory)
-        self._restarts, self._in_a_row = restarts, [0] * num_envs
+        self._in_a_row = [0] * num_envs  # failures of each environment, as it last said
         self._seeds: list[int | None] = [None] * num_envs
         self._renewals = [0] * num_envs
         # spawn: a process that has started MPI must not fork. The factory travels with cloudpickle.
@@ -188,11 +183,11 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
             self.end()
             raise
 
-    def try_out(self, seed: int) -> str:
+    def try_out(self, seed: int) -> None:
         """Try out the first environment, as `Renewed.try_out`."""
         self._ask(0, ("try out", seed))
         try:
-            return str(self._answer(0))
+            self._answer(0)
         except _LostError as lost:
             raise error_of_start(lost.failure, self._factory.name) from None
 
@@ -206,7 +201,6 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         infos: dict[str, Any] = {}
         for index in range(self.num_envs):
             infos = self._add_info(infos, answers[index], index)
-            self._in_a_row[index] += 0 if index in lost else len(answers[index].get(FAILURES, ()))
         return self._observations.copy(), infos
 
     def step(self, actions: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -222,28 +216,33 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         for index in range(self.num_envs):
             rewards[index], terminated, truncated, info = answers[index]
             ends[:, index] = terminated, truncated
-            if terminated or truncated:
-                self._in_a_row[index] = 0
             if info:
                 infos = self._add_info(infos, info, index)
-                self._in_a_row[index] += 0 if index in lost else len(info.get(FAILURES, ()))
         return self._observations.copy(), rewards, ends[0], ends[1], infos
 
     def _start(self, index: int) -> None:
-        """Start the process of one environment, in place of the one before."""
-        here, there = self._context.Pipe()
-        _limit_waits(here, _ANSWER_S)
-        with _starting:
-            arguments = (self._packed, self._in_a_row[index], index, there, self._memory, os.environ.get(_SAFE_PATH))
-            name = f"Worker<EnvProcesses>-{index}"
-            process = self._context.Process(target=_work, args=arguments, name=name, daemon=True)
-            if index < len(self.processes):
-                self.processes[index], self.pipes[index] = process, here
-            else:
-                self.processes.append(process)
-                self.pipes.append(here)
-            with _safe_path(), clear_mpi_env_vars():
-                process.start()
+        """Start the process of one environment, in place of the one before. Raises PalaError if the system does not
+        allow it."""
+        try:
+            here, there = self._context.Pipe()
+            _limit_waits(here, _ANSWER_S)
+            with _starting:
+                safe_path = os.environ.get(_SAFE_PATH)
+                arguments = (self._packed, self._in_a_row[index], index, there, self._memory, safe_path)
+                name = f"Worker<EnvProcesses>-{index}"
+                process = self._context.Process(target=_work, args=arguments, name=name, daemon=True)
+                if index < len(self.processes):
+                    self.processes[index], self.pipes[index] = process, here
+                else:
+                    self.processes.append(process)
+                    self.pipes.append(here)
+                with _safe_path(), clear_mpi_env_vars():
+                    process.start()
+        except OSError as error:
+            raise PalaError(
+                f"'env.vectorization' is 'async', but the process of environment {index + 1} of {self.num_envs} cannot "
+                f"be started: {reason(error)}. Lower 'env.num_envs', raise the limit (`ulimit -a`), or take 'sync'."
+            ) from None
         there.close()
 
     def _ask(self, index: int, question: tuple[str, Any]) -> None:
@@ -271,7 +270,8 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
             raise PalaError(data)
         if kind == "failed":
             raise _LostError(data)
-        return data
+        answer, self._in_a_row[index] = data
+        return answer
 
     def _answers(self) -> tuple[dict[int, Any], dict[int, Failure]]:
         """Return what the processes answer, and the failures of those that are lost."""
@@ -299,13 +299,14 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
         """Make the lost environments again and begin episodes; return their infos, with their failures."""
         failures: dict[int, list[Failure]] = {index: [] for index in lost}
         infos: dict[int, dict[str, Any]] = {}
+        restarts = self._factory.restarts
         while lost:
             for index, failure in lost.items():
                 failures[index].append(failure)
                 self._in_a_row[index] += 1
                 self._renewals[index] += 1
-                if self._in_a_row[index] > self._restarts:
-                    raise FailedTooOftenError.after(failure, self._in_a_row[index], self._factory.name, self._restarts)
+                if self._in_a_row[index] > restarts:
+                    raise FailedTooOftenError.after(failure, self._in_a_row[index], self._factory.name, restarts)
                 self.processes[index].kill()  # they ignore SIGTERM
                 self.processes[index].join()
                 self.pipes[index].close()
@@ -316,7 +317,6 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
                     self._await_made(index)
                     self._ask(index, ("reset", seed_after(self._seeds[index], self._renewals[index])))
                     info = self._answer(index)
-                    self._in_a_row[index] += len(info.get(FAILURES, ()))
                     infos[index] = info | {FAILURES: failures[index] + info.get(FAILURES, [])}
                 except _LostError as error:
                     lost_again[index] = error.failure

@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,17 +27,16 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from pala.config import EnvConfig
-from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, failure_of, seed_after
-from pala.envs.masks import KEY, MaskReader, missing
-from pala.envs.spaces import Inputs, inputs_of
+from pala.envs.failures import CLOSE_S, FAILURES, FailedTooOftenError, Failure, told_if_it_takes_long
+from pala.envs.masks import KEY, missing
+from pala.envs.spaces import Inputs
 from pala.envs.wrappers import with_options, wrapped
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.interrupt import take_back_signals
-from pala.system.names import import_module, parse_call
+from pala.system.names import import_module, named_call
 from pala.system.output import log
 
 MakeEnv = Callable[[], gymnasium.Env]
-_CLOSE_S = 30.0  # what closing environments may take without a word
 
 
 class Episode(NamedTuple):
@@ -83,8 +79,6 @@ class Envs:
 
     action_masks: np.ndarray | None = None
     """Masks of the actions that each environment allows next, bool [B, A] (`masks.py`); None: it gives none."""
-    overlooked_masks = ""
-    """Name of what the environment has in the place of masks (`MaskReader.overlooked`); empty: nothing."""
     num_failures = 0
     """Failures of environments so far."""
     sender = ""
@@ -121,7 +115,7 @@ class Envs:
         first: Any = self.vector_env
         if self._end_processes is None:
             first = first.envs[0]
-        self.overlooked_masks = first.try_out(seed)
+        first.try_out(seed)
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """Begin episodes, and return the first observations [B, *obs]; `seeds` int32 [B], one an environment."""
@@ -141,7 +135,7 @@ class Envs:
     def step(self, actions: np.ndarray) -> Step:
         """Step all environments; `actions` [B, ...] as the action space has them."""
         try:
-            observations, rewards, terminated, truncated, info = self._step(actions)
+            observations, rewards, terminated, truncated, info = self.vector_env.step(actions)
         except FailedTooOftenError as error:
             raise self._last(error) from None
         self.action_masks = self._masks_of(info, self.action_masks is not None)
@@ -180,11 +174,11 @@ class Envs:
         """Free the environments and their threads or processes. What they raise is only reported, since they are not
         needed any more."""
         if self._end_processes is not None:
-            if killed := self._end_processes(_CLOSE_S):
-                log(f"{killed} of the environments did not close within {_CLOSE_S:g} s; their processes were killed.")
+            if killed := self._end_processes(CLOSE_S):
+                log(f"{killed} of the environments did not close within {CLOSE_S:g} s; their processes were killed.")
             return
         try:
-            with _told_if_it_takes_long():
+            with told_if_it_takes_long():
                 self.vector_env.close()
         except (Exception, SystemExit) as error:  # it is the user's code
             log(f"The environments cannot be closed ({type(error).__name__}: {error}).")
@@ -197,9 +191,6 @@ class Envs:
             self._end_processes()
         else:
             self.close()
-
-    def _step(self, actions: np.ndarray) -> Any:
-        return self.vector_env.step(actions)
 
     def _last(self, error: FailedTooOftenError) -> PalaError:
         """Return the error of the failure that ends this rank."""
@@ -256,19 +247,6 @@ class Envs:
         return np.stack(list(info["final_obs"][truncated]))
 
 
-@contextlib.contextmanager
-def _told_if_it_takes_long() -> Iterator[None]:
-    """Report that `close` of the user's environments, inside the block, takes long."""
-    waits = f"'close' of the environments has not returned for {_CLOSE_S:g} s; this process still waits for it."
-    notice = threading.Timer(_CLOSE_S, log, [waits])
-    notice.daemon = True
-    notice.start()
-    try:
-        yield
-    finally:
-        notice.cancel()
-
-
 def make_atari(config: EnvConfig, num_threads: int, **look: Any) -> Any:
     """Make ale-py's vector environment of a game as it is played by these settings. `look`: ale-py's arguments for the
     observations; they do not change the game. Raises PalaError."""
@@ -295,40 +273,17 @@ class AtariEnvs(Envs):
 
     def __init__(self, config: EnvConfig, num_threads: int) -> None:
         # `episodic_life` would reset the whole game at a lost life; this only reports it.
-        self._make = partial(
-            make_atari, config, num_threads, stack_num=config.frame_stack, life_loss_info=config.terminal_on_life_loss
+        games = make_atari(
+            config, num_threads, stack_num=config.frame_stack, life_loss_info=config.terminal_on_life_loss
         )
-        super().__init__(self._make(), clip_rewards=config.clip_rewards != "none", name=config.id)
-        self._restarts = config.restarts
-        self._in_a_row = self._renewals = 0
+        super().__init__(games, clip_rewards=config.clip_rewards != "none", name=config.id)
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
 
     def try_out(self, seed: int) -> None:
         """Do nothing: these games are PALA's own."""
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
-        self._seeds = seeds
         return seeds
-
-    def _step(self, actions: np.ndarray) -> Any:
-        """Step the games. They live in one object: where that fails, all of them are made again."""
-        try:
-            return self.vector_env.step(actions)
-        except Exception as error:  # ale-py's, of whatever kind
-            failure = failure_of("'step'", error)
-        self._in_a_row += 1
-        self._renewals += 1
-        if self._in_a_row > self._restarts:
-            raise FailedTooOftenError.after(failure, self._in_a_row, self.name, self._restarts)
-        self.close()
-        self.vector_env = self._make()
-        seeds = np.array([seed_after(int(seed), self._renewals) for seed in self._seeds], np.int32)
-        observations, info = self.vector_env.reset(seed=self._seed_argument(seeds))
-        self._begin(info)
-        nothing = np.zeros(self.num_envs)
-        failures = {FAILURES: np.empty(self.num_envs, object), f"_{FAILURES}": np.ones(self.num_envs, np.bool_)}
-        failures[FAILURES].fill([failure])
-        return observations, nothing, nothing != 0, nothing != 0, info | failures
 
     def _begin(self, info: dict[str, Any]) -> None:
         self._frames_before_episode = info["frame_number"] - info["episode_frame_number"]
@@ -338,120 +293,7 @@ class AtariEnvs(Envs):
         frames_before = info["frame_number"] - info["episode_frame_number"]
         ended: np.ndarray = frames_before != self._frames_before_episode
         self._frames_before_episode = frames_before
-        if self._in_a_row and ended.any():
-            self._in_a_row = 0
         return ended
-
-
-class _Outermost(gymnasium.Wrapper):
-    """Wrapper of each environment for the vector environment. It lets through only the asked numbers of an episode's
-    last info, and masks: of some infos (None beside a number, arrays of unlike lengths) no arrays can be made."""
-
-    def __init__(self, env: gymnasium.Env, episode_info: Sequence[str], name: str) -> None:
-        super().__init__(env)
-        self._episode_info = episode_info
-        self._masks = MaskReader(env, name)
-        self.overlooked_masks = ""
-
-    def reset(self, **arguments: Any) -> Any:
-        """Reset the environment, without its info. Raises PalaError for a mask that cannot be."""
-        observation, info = self.env.reset(**arguments)
-        masks = self._masks.read(info)
-        self.overlooked_masks = "" if masks else self._masks.overlooked(info)
-        return observation, masks
-
-    def step(self, action: Any) -> Any:
-        """Step, and keep the last observation through the reset, though the environment writes all into one array.
-        Raises PalaError if a number that is asked for is not there, and for a mask that cannot be."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        has_ended = terminated or truncated  # then the mask is that of the reset
-        told = {key: _number(key, info) for key in self._episode_info} if has_ended else self._masks.read(info)
-        return (np.array(observation) if truncated else observation), reward, terminated, truncated, told
-
-
-def _number(key: str, info: dict[str, Any]) -> float:
-    try:
-        return float(info[key])
-    except (KeyError, TypeError, ValueError):
-        there = f"is {info[key]!r}, no number" if key in info else f"is not there; there are {sorted(map(str, info))}"
-        raise PalaError(f"'env.episode_info': '{key}' of an episode's last info {there}.") from None
-
-
-class _Factory:
-    """Makes environments whose observations are what the network gets; knows what the first one is called."""
-
-    def __init__(self, make_env: MakeEnv, config: EnvConfig, max_episode_steps: int | None) -> None:
-        self._make_env = make_env
-        self._layout = config.image_layout
-        self._max_episode_steps = max_episode_steps
-        self._episode_info = config.episode_info
-        self._restarts = config.restarts
-        self.name = ""
-        self.inputs: Inputs | None = None
-        self._spaces: tuple[gymnasium.Space, gymnasium.Space] | None = None
-        self._made: list[gymnasium.Env] = []  # in this process; the user's
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what another process needs to make its own environments."""
-        return self.__dict__ | {"_made": []}
-
-    def __call__(self, in_a_row: int = 0) -> gymnasium.Env:
-        """Make an environment in whose place others are made as they fail; `in_a_row` others have failed before it."""
-        from pala.envs.renewed import Renewed  # not loaded for Atari
-
-        return Renewed(self, self._restarts, in_a_row)
-
-    def make(self, is_anew: bool) -> gymnasium.Env:
-        """Make one environment; `is_anew`: in place of one that has failed. Raises PalaError."""
-        try:
-            env = self._make_env()
-        except (PalaError, gymnasium.error.Error):
-            raise
-        except (Exception, SystemExit) as error:  # it is the user's code: anything may happen
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            raise PalaError(
-                f"The environment cannot be made ({type(error).__name__}: {error}; {at.filename}, line {at.lineno})."
-            ) from error
-        if not isinstance(env, gymnasium.Env):
-            raise PalaError(f"'make_env' returns {env!r}, but must return a gymnasium.Env.")
-        bare = env.unwrapped
-        if any(bare is other.unwrapped for other in self._made):
-            raise PalaError("'make_env' returns the same environment again, but must make a new one each time.")
-        self._made.append(env)
-        self.name = bare.spec.id if bare.spec is not None else type(bare).__name__
-        for key in ("observation_space", "action_space"):  # gymnasium.Env declares both, and sets none
-            if not isinstance(getattr(env, key, None), gymnasium.Space):
-                raise PalaError(
-                    f"The environment '{self.name}' has no '{key}' that is a gymnasium.Space; let it set one."
-                )
-        spaces = env.observation_space, env.action_space
-        self._spaces = self._spaces or spaces
-        if spaces != self._spaces:
-            raise PalaError(
-                f"Environments must have the same spaces, but the first one made has {self._spaces}, and another "
-                f"{spaces}."
-            )
-        self.inputs = inputs = inputs_of(env.observation_space, self._layout)
-        from pala.envs.interface import Checked
-
-        env = Checked(env, self.name, is_anew)
-        if not inputs.is_identity:
-            env = gymnasium.wrappers.TransformObservation(env, inputs.encode, inputs.space)
-        limit = self._max_episode_steps
-        env = env if limit is None else gymnasium.wrappers.TimeLimit(env, limit)
-        return _Outermost(env, self._episode_info, self.name)
-
-    def discard(self, env: gymnasium.Env) -> None:
-        """Close an environment that is not needed any more."""
-        self._made = [made for made in self._made if made.unwrapped is not env.unwrapped]
-        # If a failure was before, that is told.
-        with contextlib.suppress(Exception, SystemExit), _told_if_it_takes_long():
-            env.close()
-
-    def close(self) -> None:
-        """Close what was made in this process, after a failure."""
-        for env in list(self._made):
-            self.discard(env)
 
 
 def make_envs(
@@ -477,20 +319,21 @@ def make_envs(
             )
         return AtariEnvs(config, num_threads)
 
+    from pala.envs.single import Factory  # not loaded for Atari
+
     limit = min((steps for steps in (max_episode_steps, config.max_episode_steps) if steps), default=None)
-    factory = _Factory(_single(config, make_env), config, limit)
+    factory = Factory(_single(config, make_env), config, limit)
     with _saying_what_cannot_be_made(config, make_env):
         try:
             vector_env: gymnasium.vector.VectorEnv
             if config.vectorization == "async":
                 from pala.envs.processes import EnvProcesses
 
-                vector_env = EnvProcesses(factory, config.num_envs, config.restarts)
+                vector_env = EnvProcesses(factory, config.num_envs)
             else:
                 vector_env = _in_this_process(factory, config.num_envs)
         except BaseException:
-            if config.vectorization == "sync":  # else gymnasium has closed the only one that is in this process
-                factory.close()
+            factory.close()
             raise
     take_back_signals()
     return Envs(vector_env, config.clip_rewards == "sign", factory.name, factory.inputs, config.episode_info)
@@ -542,12 +385,7 @@ def _in_this_process(make: MakeEnv, num_envs: int) -> gymnasium.vector.VectorEnv
 def make_by_id(env_id: str, **more: Any) -> gymnasium.Env:
     """Make the environment of `id`, `module:id` or `id(key=value, ...)`. Raises PalaError if it is not registered, and
     what it raises itself."""
-    try:
-        name, arguments = parse_call(env_id)
-    except ValueError:
-        raise PalaError(
-            f"'env.id' is '{env_id}': write `Id-v0`, `module:Id-v0` or `Id-v0(key=value)`, with plain values."
-        ) from None
+    name, arguments = named_call(env_id, "'env.id'", "`Id-v0`, `module:Id-v0` or `Id-v0(key=value)`")
     try:
         return gymnasium.make(checked_id(name), **(arguments | more))
     except gymnasium.error.DependencyNotInstalled as error:  # which Gymnasium says of what does not load, too

@@ -10,18 +10,20 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
 
 from pala.system.errors import PalaError, nearest
-from pala.system.names import import_named, parse_call
+from pala.system.names import import_named, named_call, parse_call
 
 Wrap = Callable[[gymnasium.Env], gymnasium.Env]
 _SOURCE = "'env.wrappers'"
-_FORGETFUL = {"NormalizeObservation": "normalize_observations", "NormalizeReward": "normalize_rewards"}
+_FORGETFUL = {
+    "NormalizeObservation": ("normalize_observations", "RescaleObservation"),
+    "NormalizeReward": ("normalize_rewards", "TransformReward in a wrapper of your own"),
+}  # what to take in its place: a setting, a fixed scale
 
 
 def wrapped(make_env: Callable[[], gymnasium.Env], names: Sequence[str]) -> Callable[[], gymnasium.Env]:
@@ -68,22 +70,10 @@ def with_options(make_env: Callable[[], gymnasium.Env], text: str) -> Callable[[
 
 
 def _wrap(text: str) -> Wrap:
-    name, arguments = _parsed(text.strip().removeprefix("gymnasium.wrappers:"))
+    own_name = text.strip().removeprefix("gymnasium.wrappers:")
+    name, arguments = named_call(own_name, _SOURCE, "`Name`, `module:Name` or `Name(key=value)`")
     wrapper = import_named(name, _SOURCE) if ":" in name else _of_gymnasium(name)
     return lambda env: wrapper(env, **arguments)
-
-
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a wrapper's name and arguments."""
-    try:
-        name, arguments = parse_call(text.strip())
-        if re.fullmatch(r"[\w.:]+", name) is None:
-            raise ValueError
-        return name, arguments
-    except ValueError:
-        raise PalaError(
-            f"{_SOURCE}: '{text}' is no wrapper: write `Name`, `module:Name` or `Name(key=value)`, with plain values."
-        ) from None
 
 
 def _of_gymnasium(name: str) -> Any:
@@ -92,9 +82,10 @@ def _of_gymnasium(name: str) -> Any:
         hint = nearest(name, known) or "; one of your own is written 'module:Name'."
         raise PalaError(f"{_SOURCE}: gymnasium.wrappers has no '{name}'{hint}")
     if name in _FORGETFUL:
+        setting, fixed = _FORGETFUL[name]
         raise PalaError(
             f"{_SOURCE}: '{name}' keeps its statistics in each environment, and no run saves them: an evaluation would "
-            f"begin with others. Use 'env.{_FORGETFUL[name]}' (A2C), or a fixed scale, as RescaleObservation."
+            f"begin with others. Use 'env.{setting}' (A2C), or a fixed scale: {fixed}."
         )
     try:
         return getattr(gymnasium.wrappers, name)

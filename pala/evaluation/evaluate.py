@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,19 +90,6 @@ class Command:
     """Gorila, other than the run's: probability of a random action."""
     env: Environments = field(default_factory=Environments)
 
-    @property
-    def used_threads(self) -> int:
-        """Return the number of threads of torch and Atari."""
-        return self.threads or usable_cores()
-
-    def acting(self, env_id: str = "") -> Acting:
-        """Return how the policy is to act, in another environment if that is named. Loads torch."""
-        from pala.evaluation.scoring import OTHER_SETTINGS, Acting
-
-        given = {name: getattr(self, name) for name in OTHER_SETTINGS}
-        other = {name: value for name, value in given.items() if value is not None}
-        return Acting(self.greedy, self.seed, self.used_threads, self.trust_run, self.best, other, env_id)
-
 
 def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
     """Each run, and the command line over its own settings. Raises PalaError."""
@@ -163,16 +150,11 @@ class _Task:
     run: Path
     folder: Path  # absolute: an environment may change the working directory
     command: Command
-    env_id: str  # empty: the run's own
+    acting: Acting
 
     def __str__(self) -> str:
         """Return its name in a message."""
-        return f"{self.run}, {self.env_id}" if self.env_id else str(self.run)
-
-    @property
-    def acting(self) -> Acting:
-        """Return how the policy is to act. Loads torch."""
-        return self.command.acting(self.env_id)
+        return f"{self.run}, {self.acting.env_id}" if self.acting.env_id else str(self.run)
 
     def evaluate(self) -> Evaluation:
         """Play; raises PalaError. Writes nothing."""
@@ -181,10 +163,18 @@ class _Task:
         return evaluate(self.folder, self.command.episodes, self.command.num_envs, self.acting)
 
 
-def _tasks(commands: list[tuple[Path, Command]]) -> list[_Task]:
-    return [
-        _Task(run, run.absolute(), command, env_id) for run, command in commands for env_id in command.env.id or ("",)
-    ]
+def _tasks(commands: list[tuple[Path, Command]], threads: int) -> list[_Task]:
+    """Return the scores to make. Loads torch."""
+    from pala.evaluation.scoring import OTHER_SETTINGS, Acting
+
+    tasks: list[_Task] = []
+    for run, command in commands:
+        given = {name: getattr(command, name) for name in OTHER_SETTINGS}
+        other = {name: value for name, value in given.items() if value is not None}
+        acting = Acting(command.greedy, command.seed, threads, command.trust_run, command.best, other)
+        played = [replace(acting, env_id=env_id) for env_id in command.env.id or ("",)]
+        tasks += [_Task(run, run.absolute(), command, acting) for acting in played]
+    return tasks
 
 
 _COLUMNS = (
@@ -212,7 +202,7 @@ def _table(scored: list[tuple[_Task, Evaluation]]) -> str:
         further = [evaluation.mean_info.get(key) for key in infos]
         numbers = [*returns, evaluation.mean_length_steps, evaluation.human_normalised_score, *further]
         cells = ["" if number is None else short_number(number) for number in numbers]
-        rows.append([str(task.run) if several_runs else "", task.env_id, str(evaluation.episodes), *cells])
+        rows.append([str(task.run) if several_runs else "", task.acting.env_id, str(evaluation.episodes), *cells])
     played = dict.fromkeys(f"{task.run}: {evaluation.conditions}" for task, evaluation in scored)
     return "\n".join([*played, "", table([*_COLUMNS, *infos], rows)])
 
@@ -220,12 +210,14 @@ def _table(scored: list[tuple[_Task, Evaluation]]) -> str:
 @exit_on_mistake()
 def main() -> None:
     """Run `pala evaluate`."""
-    tasks = _tasks(parse(sys.argv[1:]))
-    prepare(tasks[0].command.used_threads)
+    commands = parse(sys.argv[1:])
+    threads = commands[0][1].threads or usable_cores()
+    prepare(threads)
     # Here and no earlier: they load torch and numpy, whose thread pools are sized when they load.
     with loading():
         from pala.evaluation.video import record_video
 
+        tasks = _tasks(commands, threads)
     failed = False
     scored: list[tuple[_Task, Evaluation]] = []
     as_table = len(tasks[0].command.env.id) > 1

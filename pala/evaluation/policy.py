@@ -33,44 +33,6 @@ from pala.system.text import counted
 
 
 @dataclass
-class Actor:
-    """A network that plays B environments, one step after the other, from a random stream of its own."""
-
-    network: Network
-    epsilon: float | None  # of a Q-network; None: of a policy that is sampled
-    generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
-    state: Tensor | None = None  # [B, S] of a network with memory; None: the episodes begin
-
-    def act(self, observations: np.ndarray, action_masks: np.ndarray | None, greedy: bool) -> np.ndarray:
-        """Return actions [B] or [B, K] for what the network gets, [B, *obs]. They are sampled or, if `greedy`, the most
-        probable; a Q-network's are the best, but any with probability `epsilon`, unless `greedy`. `action_masks`: the
-        allowed actions, bool [B, A]; None: all. Raises PalaError if other environments are remembered."""
-        if self.state is not None and len(self.state) != len(observations):
-            raise PalaError(
-                f"The policy remembers {counted(len(self.state), 'environment')}, but there are {len(observations)} "
-                "observations; call `policy.reset()` before it plays others."
-            )
-        distribution = self.network.distribution
-        with torch.no_grad():
-            masks = None if action_masks is None else torch.from_numpy(action_masks)
-            seen = torch.from_numpy(np.ascontiguousarray(observations))
-            (outputs, *_), self.state = self.network.advance(seen, self.state)
-            if self.epsilon is None:
-                actions = distribution.sample(masked(outputs, masks), self.generator, greedy, masks)
-            else:
-                actions = epsilon_greedy(outputs, 0.0 if greedy else self.epsilon, self.generator)
-            env_actions: np.ndarray = distribution.to_env(actions).numpy()
-            return env_actions
-
-    def forget(self, began: np.ndarray | None = None) -> None:
-        """Forget what is remembered of environments whose episodes begin, bool [B]; None: of all."""
-        if began is None:
-            self.state = None
-        elif self.state is not None:
-            self.state = self.state.masked_fill(torch.from_numpy(np.asarray(began, bool)).unsqueeze(-1), 0.0)
-
-
-@dataclass
 class Policy:
     """A network with the parameters of a run, on the CPU, and how it acts."""
 
@@ -79,12 +41,11 @@ class Policy:
     action_space: gymnasium.Space
     global_steps: int  # of training, over all ranks
     source: str  # "final", "best", or of which checkpoints
-    actor: Actor = field(repr=False)  # that plays what `act` is given
-
-    @property
-    def epsilon(self) -> float | None:
-        """Probability of a random action, of a Q-network; None: actions are sampled from a policy."""
-        return self.actor.epsilon
+    epsilon: float | None
+    """Probability of a random action, of a Q-network; None: actions are sampled from a policy."""
+    state: Tensor | None = None
+    """Memory of the environments, float32 [B, S], which can be kept and set again; None: nothing is remembered."""
+    _generator: torch.Generator = field(init=False, default_factory=torch.Generator, repr=False)
 
     @property
     def observation_space(self) -> gymnasium.Space:
@@ -104,26 +65,40 @@ class Policy:
         """
         batch, is_single = self._batch(observations)
         masks = None if action_masks is None else self._masks(action_masks, len(batch), is_single)
-        actions = self.actor.act(batch, masks, greedy)
+        actions = self.actions(batch, masks, greedy)
         return actions[0] if is_single else actions
+
+    def actions(self, observations: np.ndarray, action_masks: np.ndarray | None, greedy: bool) -> np.ndarray:
+        """Return what `act` does, [B] or [B, K], for what the network gets, [B, *obs]. `action_masks`: bool [B, A].
+        Raises PalaError if other environments are remembered."""
+        if self.state is not None and len(self.state) != len(observations):
+            raise PalaError(
+                f"The policy remembers {counted(len(self.state), 'environment')}, but there are {len(observations)} "
+                "observations; call `policy.reset()` before it plays others."
+            )
+        distribution = self.network.distribution
+        with torch.no_grad():
+            masks = None if action_masks is None else torch.from_numpy(action_masks)
+            seen = torch.from_numpy(np.ascontiguousarray(observations))
+            (outputs, *_), self.state = self.network.advance(seen, self.state)
+            if self.epsilon is None:
+                actions = distribution.sample(masked(outputs, masks), self._generator, greedy, masks)
+            else:
+                actions = epsilon_greedy(outputs, 0.0 if greedy else self.epsilon, self._generator)
+            env_actions: np.ndarray = distribution.to_env(actions).numpy()
+            return env_actions
 
     def seed(self, seed: int) -> None:
         """Seed the samples that `act` draws from now on."""
-        self.actor.generator.manual_seed(seed)
+        self._generator.manual_seed(seed)
 
     def reset(self, began: Any = None) -> None:
         """Begin episodes: forget what was seen in environments that `began` one, bool [B]; None: in all. Policies
         without memory have nothing to forget."""
-        self.actor.forget(began)
-
-    @property
-    def state(self) -> Tensor | None:
-        """Memory of the environments, float32 [B, S], which can be kept and set again; None: nothing is remembered."""
-        return self.actor.state
-
-    @state.setter
-    def state(self, state: Tensor | None) -> None:
-        self.actor.state = state
+        if began is None:
+            self.state = None
+        elif self.state is not None:
+            self.state = self.state.masked_fill(torch.from_numpy(np.asarray(began, bool)).unsqueeze(-1), 0.0)
 
     def export(self, file: str | Path, action_masks: bool = False) -> None:
         """Write the network as a program of torch, for use without PALA: `torch.export.load(file).module()` takes a
@@ -273,5 +248,4 @@ def load_policy(
         steps, source = algorithm.load_parameters(checkpoint.newest_segment(run), config, flat)
     if not flat.data.isfinite().all():
         raise PalaError(f"The policy of run '{run}' ({source}) has parameters that are not finite numbers.")
-    actor = Actor(network, algorithm.epsilon(config))
-    return Policy(network, envs.inputs, envs.action_space, steps, source, actor)
+    return Policy(network, envs.inputs, envs.action_space, steps, source, algorithm.epsilon(config))

@@ -22,12 +22,6 @@ def score_table(file: str) -> dict[str, dict[str, float]]:
     return {row.pop("game"): {k: float(v) for k, v in row.items()} for row in csv.DictReader(text.splitlines())}
 
 
-def reference_scores(rom: str) -> tuple[float, float] | None:
-    """(random, human) score of an Atari game by its ROM's name, `space_invaders`; None if the table lacks it."""
-    scores = score_table("atari_scores.csv").get(rom)
-    return (scores["random"], scores["human"]) if scores else None
-
-
 def rom_of(env_id: str) -> str:
     """`ALE/SpaceInvaders-v5` -> `space_invaders`, whether or not ale-py has such a game; empty for other ids."""
     game = re.fullmatch(r"ALE/(\w+)-v\d+", env_id)
@@ -36,7 +30,8 @@ def rom_of(env_id: str) -> str:
 
 def reference_of(env_id: str) -> tuple[float, float] | None:
     """(random, human) score of an environment by its id, `ALE/SpaceInvaders-v5`; None if it is no game of the table."""
-    return reference_scores(rom_of(env_id))
+    scores = score_table("atari_scores.csv").get(rom_of(env_id))
+    return (scores["random"], scores["human"]) if scores else None
 
 
 def human_normalised(score: float, random: float, human: float) -> float:

@@ -16,7 +16,7 @@ import torch
 from pala.algorithms import ALGORITHMS
 from pala.config import Config, EnvConfig, facts_of, from_table, to_table
 from pala.envs.vector import AtariEnvs, Envs, Episode, make_envs
-from pala.evaluation.policy import Actor, Policy, load_policy
+from pala.evaluation.policy import Policy, load_policy
 from pala.evaluation.record import Evaluation
 from pala.evaluation.references import SCORE_TABLE, human_normalised, reference_of
 from pala.networks.own import MakeNetwork
@@ -58,11 +58,13 @@ class Acting:
     def __post_init__(self) -> None:
         check_numbers(seed=(self.seed, 0), threads=(self.threads, 1))
 
-    def config_of(self, run: Path) -> Config:
-        """Return the run's settings, with those that are others here. Raises PalaError."""
+    def settings_of(self, run: Path) -> tuple[Config, dict[str, float | str]]:
+        """Return the run's settings, with those that are others here, and these alone. Raises PalaError."""
         record = run_folder.read(run)
         config = run_folder.config_of(run, record)
-        own_env = not self.env_id and run_folder.from_python(record["segments"][-1]).environment
+        from_python = run_folder.from_python(record["segments"][-1]).environment
+        other: dict[str, float | str] = {}
+        plays_another = bool(self.env_id) and (from_python or self.env_id != config.env.id)
         if self.env_id:
             config = replace(config, env=replace(config.env, id=self.env_id))
         table = to_table(config)
@@ -73,7 +75,7 @@ class Acting:
                 known = ", ".join(OTHER_SETTINGS)
                 raise PalaError(f"An evaluation has no setting '{name}' of its own; there are {known}.")
             section = OTHER_SETTINGS[name]
-            if section == "env" and config.env.is_atari and own_env:
+            if section == "env" and config.env.is_atari and from_python and not self.env_id:
                 raise PalaError(
                     f"'{name}' is of PALA's own Atari games, and run '{run}' plays an environment made in Python."
                 )
@@ -82,19 +84,11 @@ class Acting:
                 raise PalaError(
                     f"'{name}' is of {'Atari games' if section == 'env' else 'Gorila'} only, and run '{run}' is none."
                 )
-            table[section][name] = value
-        return from_table(table, source="Evaluation") if self.other_settings else config
-
-    def differing(self, run: Path) -> dict[str, float | str]:
-        """Return the settings that are not the run's own. Raises PalaError."""
-        own, record = to_table(run_folder.config_of(run)), run_folder.read(run)
-        other: dict[str, float | str] = {
-            name: to for name, to in self.other_settings.items() if own[OTHER_SETTINGS[name]][name] != to
-        }
-        from_python = run_folder.from_python(record["segments"][-1]).environment
-        if self.env_id and (from_python or self.env_id != own["env"]["id"]):
+            if table[section][name] != value:
+                table[section][name] = other[name] = value
+        if plays_another:
             other["env_id"] = self.env_id
-        return other
+        return (from_table(table, source="Evaluation") if self.other_settings else config), other
 
     def code_of(self, run: Path) -> UserCode:
         """Load the code that the run brings along; another environment is played without the run's `make_env`. Raises
@@ -128,7 +122,7 @@ def evaluate(run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s:
     Equal arguments give equal returns, unless the environment has chance of its own. Raises PalaError, also when the
     episodes are not over after `timeout_s`. Writes nothing; see `record.save`.
     """
-    config, other = acting.config_of(run), acting.differing(run)
+    config, other = acting.settings_of(run)
     check_numbers(episodes=(episodes, 1), num_envs=(num_envs, 1))
     run = run.absolute()  # an environment may change the working directory
     make_env, make_network = acting.code_of(run)
@@ -139,7 +133,7 @@ def evaluate(run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s:
         policy.seed(int(derive(acting.seed, 0, "evaluation actions")[0]))
         begin = time.perf_counter()
         seeds = derive(acting.seed, 0, "evaluation environments", envs.num_envs)
-        played, steps = play_episodes(envs, policy.actor, acting.greedy, seeds, episodes, timeout_s)
+        played, steps = play_episodes(envs, policy, acting.greedy, seeds, episodes, timeout_s)
         seconds = time.perf_counter() - begin
     cut = sum(episode.length_steps >= limit for episode in played)
     if cut and not isinstance(envs, AtariEnvs):
@@ -218,7 +212,7 @@ def longest_game(config: Config) -> int:
 
 
 def play_episodes(
-    envs: Envs, actor: Actor, greedy: bool, seeds: np.ndarray, episodes: int, timeout_s: float = math.inf
+    envs: Envs, policy: Policy, greedy: bool, seeds: np.ndarray, episodes: int, timeout_s: float = math.inf
 ) -> tuple[list[Episode], int]:
     """(`episodes` whole episodes, environment steps made).
 
@@ -232,8 +226,8 @@ def play_episodes(
     deadline = time.monotonic() + timeout_s
     observations = envs.reset(seeds)
     while len(played) < episodes:
-        step = envs.step(actor.act(observations, envs.action_masks, greedy))
-        actor.forget(step.began)
+        step = envs.step(policy.actions(observations, envs.action_masks, greedy))
+        policy.reset(step.began)
         observations, steps = step.observations, steps + envs.num_envs
         for episode in step.episodes:
             if quota[episode.env_index] > 0:

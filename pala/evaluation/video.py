@@ -22,7 +22,7 @@ import torch
 
 from pala.config import Config, EnvConfig
 from pala.envs.vector import Envs, Episode, MakeEnv, make_atari, make_by_id, make_envs
-from pala.evaluation.policy import Actor
+from pala.evaluation.policy import Policy
 from pala.evaluation.scoring import Acting, check_numbers, longest_game, whole_games
 from pala.system.errors import PalaError, reason
 from pala.system.seeding import derive
@@ -70,7 +70,7 @@ def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
     """Film episodes of a run's policy, one after the other; 0: without an end. Raises PalaError, also while they are
     played."""
     check_numbers(episodes=(episodes, 0))
-    config = acting.config_of(run)
+    config, _ = acting.settings_of(run)
     run = run.absolute()  # an environment may change the working directory
     seeds = derive(acting.seed, 0, "video environment")
     make_env, make_network = acting.code_of(run)
@@ -80,7 +80,7 @@ def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
         policy = acting.policy_of(run, config, envs, make_network)
         policy.seed(int(derive(acting.seed, 0, "video actions")[0]))
         ended: list[Episode] = []
-        pictures = _film(envs, policy.actor, acting.greedy, screen, seeds, ended, episodes)
+        pictures = _film(envs, policy, acting.greedy, screen, seeds, ended, episodes)
         yield Film(pictures, frames_per_s, ended)
     finally:
         envs.close()
@@ -88,7 +88,7 @@ def filmed(run: Path, episodes: int, acting: Acting) -> Iterator[Film]:
 
 def _film(
     envs: Envs,
-    actor: Actor,
+    policy: Policy,
     greedy: bool,
     screen: Screen,
     seeds: np.ndarray,
@@ -99,9 +99,9 @@ def _film(
     observations = envs.reset(seeds)
     yield screen(None)
     while True:
-        actions = actor.act(observations, envs.action_masks, greedy)
+        actions = policy.actions(observations, envs.action_masks, greedy)
         step = envs.step(actions)
-        actor.forget(step.began)
+        policy.reset(step.began)
         observations = step.observations
         ended += step.episodes
         if len(ended) == episodes > 0:  # the environment has begun again: there is no picture of the last moment

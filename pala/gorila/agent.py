@@ -19,7 +19,7 @@ from pala.exchange.budget import budget_of
 from pala.gorila.dqn import DQN, LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
-from pala.gorila.node import Formats, Rules
+from pala.gorila.node import Rules
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import ServedModel, Shard, assemble, targets_at
 from pala.gorila.sleeping import SleepingGorila
@@ -128,7 +128,7 @@ class GorilaAgent(Agent[GorilaExchange]):
             _warn_of_staleness(self.config, self.rules.roles)
             _warn_of_first_target(self.config)
         if self.store is not None and previous is not None:  # else it would draw what it drew before
-            self.store.reseed(stream(self.config.seed, self.rank, f"replay after {previous.name}"))
+            self.store.rng = stream(self.config.seed, self.rank, f"replay after {previous.name}")
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class GorilaAgent(Agent[GorilaExchange]):
         return exchange
 
     def make_loop(self, exchange: GorilaExchange, interrupt: Interrupt) -> Worker:
-        return Worker(self, self.dqn, exchange, interrupt, self.frame_stack)
+        return Worker(self, exchange, interrupt)
 
 
 def build(
@@ -179,9 +179,8 @@ def build(
     (network, flat), (target_network, target) = collectively(comm, lambda: _two_of(make_one, device))
 
     def make_rules() -> Rules:
-        num_actions = network.distribution.num_outputs
-        formats = Formats.of(config.env, frame_stack, config.gorila, envs.observation_space, num_actions)
-        return Rules.of(config.gorila, roles, len(roles.everybody) + config.run.spares, flat, formats)
+        num_ranks, num_actions = len(roles.everybody) + config.run.spares, network.distribution.num_outputs
+        return Rules.of(config, roles, num_ranks, flat, envs.observation_space, num_actions, frame_stack)
 
     rules = collectively(comm, make_rules)  # first, since it refuses a minibatch that is too large
     batch_size = config.gorila.minibatch_size

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pala.comm.base import Bytes
-from pala.config import EnvConfig, GorilaConfig
+from pala.config import Config, GorilaConfig
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.wire import NOTHING, Format, Message, Refusal, Sizes, Wire
 from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
@@ -36,55 +36,47 @@ from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
 
 
-class Formats(NamedTuple):
-    """The formats in which steps travel."""
-
-    reset: FramesFormat
-    experience: ExperienceFormat
-    batch: BatchFormat
-
-    @classmethod
-    def of(
-        cls, env: EnvConfig, frame_stack: int, gorila: GorilaConfig, space: gymnasium.Space, num_actions: int
-    ) -> Formats:
-        """Return the formats of what these environments give."""
-        return cls(
-            FramesFormat(env.num_envs, space, frame_stack),
-            ExperienceFormat(env.num_envs, num_actions, space, frame_stack),
-            BatchFormat(gorila.minibatch_size, num_actions, space),
-        )
-
-
-_AnyFormat = FramesFormat | ExperienceFormat | BatchFormat
-
-
 class Rules(NamedTuple):
     """The configuration, first roles, layout and messages that all ranks of a run share."""
 
     config: GorilaConfig
     roles: Roles  # when training begins
     slices: list[slice]  # of the flat parameters, each shard's
-    formats: Formats
+    frames: FramesFormat
+    experience: ExperienceFormat
+    batch: BatchFormat
     wire: Wire
 
     @classmethod
-    def of(cls, config: GorilaConfig, roles: Roles, num_ranks: int, flat: FlatParameters, formats: Formats) -> Rules:
+    def of(
+        cls,
+        config: Config,
+        roles: Roles,
+        num_ranks: int,
+        flat: FlatParameters,
+        space: gymnasium.Space,
+        num_actions: int,
+        frame_stack: int,
+    ) -> Rules:
         """Return the rules of these roles. `flat`: any rank's parameters. Raises PalaError for more shards than
         parameters."""
+        num_envs = config.env.num_envs
         parts = slices(flat.data.numel(), len(roles.shards))
-        return cls(config, roles, parts, formats, _make_wire(num_ranks, flat, parts, formats))
+        frames = FramesFormat(num_envs, space, frame_stack)
+        experience = ExperienceFormat(num_envs, num_actions, space, frame_stack)
+        batch = BatchFormat(config.gorila.minibatch_size, num_actions, space)
+        arrays = {Kind.RESET: frames.sizes, Kind.EXPERIENCE: experience.sizes, Kind.BATCH: batch.sizes}
+        return cls(config.gorila, roles, parts, frames, experience, batch, _make_wire(num_ranks, flat, parts, arrays))
 
 
-def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], formats: Formats) -> Wire:
-    """Return the messages of a run of Gorila."""
+def _make_wire(num_ranks: int, flat: FlatParameters, parts: list[slice], arrays: dict[Kind, range]) -> Wire:
+    """Return the messages of a run of Gorila. `arrays`: bytes that those of steps may have."""
     lengths = [4 * (part.stop - part.start) for part in parts]
     part: Sizes = {Format.FLOAT32: range(min(lengths), max(lengths) + 1, 4)}
     sizes: dict[Kind, Sizes] = {
         **dict.fromkeys((Kind.GRADIENT, Kind.GRADIENT_AND_FETCH, Kind.PARAMETERS, Kind.TARGET), part),
         **dict.fromkeys((*_QUESTIONS.values(), *ABOUT_MEMBERS), NOTHING),
-        Kind.RESET: {Format.ARRAYS: formats.reset.sizes},
-        Kind.EXPERIENCE: {Format.ARRAYS: formats.experience.sizes},
-        Kind.BATCH: {Format.ARRAYS: formats.batch.sizes},
+        **{kind: {Format.ARRAYS: bytes_} for kind, bytes_ in arrays.items()},
     }
     return Wire(num_ranks, flat.data.numel(), flat.signature, sizes)
 
@@ -137,7 +129,7 @@ class Node:
         """
         self.budget, self._rank = budget, budget.rank
         self.rules, self._config = rules, rules.config
-        self._wire, self._formats = rules.wire, rules.formats
+        self._wire = rules.wire
         self._parts, self._send_bytes = rules.slices, send
         self.shard, self.store = shard, store
         self.parameters = Copy(version, len(self._parts))
@@ -183,7 +175,7 @@ class Node:
             self.store.begin(self._rank, frames)
         else:
             self._num_steps += 1
-            self._send_arrays(replay, Kind.RESET, self._formats.reset, frames, self._num_steps)
+            self._send_arrays(replay, Kind.RESET, self.rules.frames, frames, self._num_steps)
 
     def experienced(self, experience: Experience) -> Bytes | None:
         """Hand a step to the replay, after `stepped`. Returns the message, if one is needed: a silent replay gets
@@ -197,7 +189,7 @@ class Node:
         if self.replay_is_silent:
             self.counts["steps_not_sent"] += len(experience.actions)
             return None
-        return self._send_arrays(replay, Kind.EXPERIENCE, self._formats.experience, experience, self._num_steps)
+        return self._send_arrays(replay, Kind.EXPERIENCE, self.rules.experience, experience, self._num_steps)
 
     @property
     def replay_is_silent(self) -> bool:
@@ -384,7 +376,7 @@ class Node:
         return None
 
     def _as_learner(self, message: Message, payload: np.ndarray) -> Refusal | None:
-        batch = self._formats.batch.decode(payload)
+        batch = self.rules.batch.decode(payload)
         if isinstance(batch, Refusal):
             return batch
         if self._open.pop((message.sender, Kind.BATCH), None) is not None:  # or it was asked for twice
@@ -402,13 +394,13 @@ class Node:
         if source not in self.roles.actors or self.roles.replay_of(source) != self._rank:
             return Refusal("this rank holds no replay of its sender")
         if message.kind is Kind.RESET:
-            frames = self._formats.reset.decode(payload)
+            frames = self.rules.frames.decode(payload)
             if isinstance(frames, Refusal):
                 return frames
             store.begin(source, frames)
             self._next_step[source] = message.round + 1
             return None
-        experience = self._formats.experience.decode(payload)
+        experience = self.rules.experience.decode(payload)
         if isinstance(experience, Refusal):
             return experience
         expected, self._next_step[source] = self._next_step.get(source), message.round + 1
@@ -453,7 +445,7 @@ class Node:
                 self._open.pop((learner, Kind.BATCH), None)
                 self.batches.append((learner, batch))
             else:
-                self._send_arrays(learner, Kind.BATCH, self._formats.batch, batch)
+                self._send_arrays(learner, Kind.BATCH, self.rules.batch, batch)
 
     def _send(self, rank: int, kind: Kind, round_: int = 0, values: np.ndarray | None = None) -> Bytes:
         """Send a message with nothing, or with float32 values, which are copied."""
@@ -462,7 +454,9 @@ class Node:
         data[self._wire.control_bytes :] = payload
         return self._post(rank, kind, round_, Format.FLOAT32, data)
 
-    def _send_arrays(self, rank: int, kind: Kind, format_: _AnyFormat, value: Any, round_: int = 0) -> Bytes:
+    def _send_arrays(
+        self, rank: int, kind: Kind, format_: FramesFormat | ExperienceFormat | BatchFormat, value: Any, round_: int = 0
+    ) -> Bytes:
         header = self._wire.control_bytes
         data = np.empty(header + format_.sizes[-1], np.uint8)
         used = format_.encode(value, data[header:])

@@ -50,11 +50,6 @@ class ServedModel(NamedTuple):
     target: Tensor
     version: int = 0  # gradients that are in it
 
-    @classmethod
-    def fresh(cls, parameters: Tensor) -> ServedModel:
-        """Return a new run's, with copies of the parameters."""
-        return cls(parameters.clone(), torch.zeros_like(parameters), parameters.clone())
-
 
 class Shard:
     """A slice of the parameters, to which gradients are applied in the order in which they come.

@@ -93,10 +93,6 @@ class ReplayStore:
         self._served += len(learners)
         return [(learner, self.sample()) for learner in learners]
 
-    def reseed(self, rng: np.random.Generator) -> None:
-        """Draw minibatches from this stream from now on."""
-        self.rng = rng
-
     def sample(self) -> Batch:
         """Draw uniformly from all transitions: first how many of each replay, then which."""
         lengths = np.array([len(replay) for replay in self._replays.values()])

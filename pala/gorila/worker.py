@@ -10,21 +10,24 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from pala.config import Config
 from pala.exchange.budget import Stop
-from pala.gorila.dqn import DQN, Loss, Transitions, epsilon_at
+from pala.gorila.dqn import Loss, Transitions, epsilon_at
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.node import Node
 from pala.gorila.replay import experience_of, reset_frames
-from pala.run.agent import Agent
 from pala.run.loop import Loop, Means
 from pala.run.metrics import Record
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
+
+if TYPE_CHECKING:
+    from pala.gorila.agent import GorilaAgent
 
 _SHORT_S = 1.0  # a while without a look at the clock for logs and checkpoints
 _MOST_NOT_FINITE = 100
@@ -32,13 +35,8 @@ _PATIENCE_S = 0.1  # of a learner that does not act
 _MOST_AHEAD = 256  # transitions at hand, if one minibatch has not more
 
 
-def minibatches_at_hand(config: Config) -> int:
-    """Return how many minibatches a bundled learner has at once: what a step of its environments pays for."""
-    paid = config.env.num_envs // config.gorila.update_period_steps
-    return max(1, min(paid, _most_at_hand(config)))
-
-
-def _most_at_hand(config: Config) -> int:
+def most_at_hand(config: Config) -> int:
+    """Return how many minibatches a learner may have at once."""
     return max(1, _MOST_AHEAD // config.gorila.minibatch_size)
 
 
@@ -47,18 +45,11 @@ class Worker(Loop):
 
     _exchange: GorilaExchange
 
-    def __init__(
-        self,
-        agent: Agent[GorilaExchange],
-        dqn: DQN,
-        exchange: GorilaExchange,
-        interrupt: Interrupt,
-        frame_stack: int = 1,
-    ) -> None:
+    def __init__(self, agent: GorilaAgent, exchange: GorilaExchange, interrupt: Interrupt) -> None:
         super().__init__(agent, exchange, interrupt)
         self._config, self._rank = agent.config, agent.rank
-        self._frame_stack = frame_stack
-        self._dqn = dqn
+        self._frame_stack = agent.frame_stack
+        self._dqn = agent.dqn
         self._acts = agent.rank in exchange.roles.actors
         self._learns = agent.rank in exchange.roles.learners
         self._means = Means()
@@ -66,7 +57,7 @@ class Worker(Loop):
         self._next_values: deque[Tensor] = deque()  # the target network's, [N, A], for the first of them
         self._is_behind = False  # of an actor: more is to be learned before it plays on
         self._not_finite_in_a_row = 0
-        self._logged_steps, self._logged_discarded = self.counters.local_steps, dqn.filter.discarded
+        self._logged_steps, self._logged_discarded = self.counters.local_steps, agent.dqn.filter.discarded
 
     def begin(self, observations: np.ndarray | None) -> None:
         self._dqn.tape.begin()
@@ -134,7 +125,7 @@ class Worker(Loop):
             batch = self._exchange.next_batch(patience_s)
             while batch is not None:
                 self._ahead.append(Transitions(*(self._to_device(array) for array in batch)))
-                may_go_on = self._exchange.samples_itself and len(self._ahead) < _most_at_hand(self._config)
+                may_go_on = self._exchange.samples_itself and len(self._ahead) < most_at_hand(self._config)
                 batch = self._exchange.next_batch(0.0) if may_go_on else None
 
     def _see_to_messages(self) -> None:

@@ -18,7 +18,6 @@ from pala.algorithms import ALGORITHMS
 from pala.comm.agreement import collectively, from_first
 from pala.comm.base import Communicator
 from pala.config import Config
-from pala.envs import masks
 from pala.envs.vector import Envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import StartState
@@ -62,8 +61,6 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     job.notes.stage("begins the games")
                     # A mistake that the first reset or step shows is one of the start.
                     collectively(comm, lambda: agent.reset_envs(run, try_out=True))
-                    if comm.rank == 0 and agent.acts:
-                        _note_on_masks(envs)
                     job.notes.stage("makes the first checkpoint")
                     # A run that cannot save should fail now.
                     collectively(comm, lambda: agent.save(run, exchange=None))
@@ -80,18 +77,6 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                 with failing(job, run):
                     exchange = _make_exchange(job, comm, request, agent, run, interrupt)
                 return Training(job, request, run, agent, exchange, interrupt).run()
-
-
-def _note_on_masks(envs: Envs) -> None:
-    """Say that masks which the environment gives in another way than by the conventions are not obeyed."""
-    what = f"environment's {envs.overlooked_masks}" if envs.overlooked_masks else ""
-    if part := masks.part_of(envs.inputs.original):
-        what = f"observations' part '{part}', which the network sees,"
-    if what and envs.action_masks is None:
-        log(
-            f"The {what} keeps no action from being taken: give the mask in 'info[\"{masks.KEY}\"]' of 'reset' and "
-            "'step', too."
-        )
 
 
 def _code_of(comm: Communicator, request: Request) -> UserCode:

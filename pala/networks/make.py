@@ -11,7 +11,7 @@ from pala.config import Config, NetworkConfig
 from pala.networks.conv_tape import ConvTape
 from pala.networks.distributions import distribution_of
 from pala.networks.network import ActorCritic, Network, TrunkNetwork
-from pala.networks.tape import AutogradTape, RecurrentTape, Tape
+from pala.networks.tape import AutogradTape, Tape
 from pala.system.errors import PalaError
 
 if TYPE_CHECKING:
@@ -44,11 +44,10 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
         raise PalaError(
             "'network.precision' is 'bfloat16', which would round vector observations to 8 bits; use 'float32'."
         )
-    if network.state_size:
-        return RecurrentTape(network, config.precision)
     # The written-out passes round pixels before their low is taken away, which these few bits only bear near 0.
     far_from_zero = config.precision == "bfloat16" and abs(network.pixel_low) * network.pixel_factor > 1
-    if config.passes == "autograd" or not isinstance(network, TrunkNetwork) or not network.is_image or far_from_zero:
+    by_hand = config.passes != "autograd" and network.is_image and not network.state_size and not far_from_zero
+    if not (by_hand and isinstance(network, TrunkNetwork)):
         return AutogradTape(network, config.precision)
     tape = ConvTape(
         network.trunk,

@@ -65,7 +65,7 @@ class Network(nn.Module, abc.ABC):
         network with memory; None: without one, and where all episodes begin."""
         if state is None and self.state_size:
             state = torch.zeros(len(observations), self.state_size, device=observations.device)
-        features, state = self._remember(self._inputs(observations), state)
+        features, state = self._features(self._inputs(observations), state)
         with torch.autocast(observations.device.type, enabled=False):  # bfloat16 would round values of 100 by 0.25
             return [head(x) for head, x in zip(self.heads, features, strict=True)], state
 
@@ -84,13 +84,9 @@ class Network(nn.Module, abc.ABC):
         seen = moments.standardised(observations[:, :size])
         return torch.cat([seen, observations[:, size:]], 1) if size < observations.shape[1] else seen
 
-    def _remember(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-        """Return the input of each head, float32, and the state after it."""
-        return self._features(inputs), state
-
     @abc.abstractmethod
-    def _features(self, inputs: Tensor) -> list[Tensor]:
-        """Return what a trunk without memory gives each head, float32."""
+    def _features(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        """Return the input of each head, float32, and the state after it; None: without memory."""
 
 
 class TrunkNetwork(Network):
@@ -102,6 +98,9 @@ class TrunkNetwork(Network):
     that it cannot take; `pala.envs.spaces` makes of others what it can.
     """
 
+    memories: nn.ModuleList
+    """One for each of `trunks`; there are some where `state_size` is not 0."""
+
     def __init__(
         self, space: gymnasium.Space, distribution: Distribution, config: NetworkConfig, env: EnvConfig | None = None
     ) -> None:
@@ -111,17 +110,23 @@ class TrunkNetwork(Network):
         if self._joined is not None:
             self.image_trunks = nn.ModuleList(make_trunk(image, config)[0] for image in self._joined.images)
 
-    def _features(self, inputs: Tensor) -> list[Tensor]:
-        return self._features_of([self.trunk], inputs) * len(self.heads)
+    @property
+    def trunks(self) -> list[nn.Module]:
+        """One that all heads share, or one for each."""
+        return [self.trunk]
 
-    def _features_of(self, trunks: Iterable[nn.Module], inputs: Tensor) -> list[Tensor]:
-        """Return what each of these trunks gives, float32. Images beside vectors go through theirs first."""
-        if self._joined is None:
-            return [trunk(inputs).float() for trunk in trunks]
-        vectors, images = self._joined.split(inputs)
-        seen = [trunk(channels_last(image)) for trunk, image in zip(self.image_trunks, images, strict=True)]
-        together = torch.cat([vectors, *seen], -1)
-        return [trunk(together).float() for trunk in trunks]
+    def _features(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        if self._joined is not None:
+            vectors, images = self._joined.split(inputs)
+            seen = [trunk(channels_last(image)) for trunk, image in zip(self.image_trunks, images, strict=True)]
+            inputs = torch.cat([vectors, *seen], -1)
+        features = [trunk(inputs).float() for trunk in self.trunks]
+        if state is not None:
+            each = zip(self.memories, features, state.chunk(len(features), -1), strict=True)
+            with torch.autocast(inputs.device.type, enabled=False):
+                remembered = [memory(x, part) for memory, x, part in each]
+            features, state = [x for x, _ in remembered], torch.cat([part for _, part in remembered], -1)
+        return features * (len(self.heads) // len(features)), state
 
 
 class ActorCritic(TrunkNetwork):
@@ -145,12 +150,16 @@ class ActorCritic(TrunkNetwork):
         if config.memory != "none":
             from pala.networks.recurrent import UNITS, Memory
 
-            memories = [Memory(config.memory, self.num_features) for _ in range(1 if self.is_image else 2)]
+            memories = [Memory(config.memory, self.num_features) for _ in self.trunks]
             self.memories = nn.ModuleList(memories)
             self.state_size = sum(memory.state_size for memory in memories)
             self.num_features = UNITS
         self.policy_head = orthogonal(nn.Linear(self.num_features, self.distribution.num_outputs), 0.01)
         self.value_head = orthogonal(nn.Linear(self.num_features, 1), 1.0)
+
+    @property
+    def trunks(self) -> list[nn.Module]:
+        return [self.trunk] if self.is_image else [self.trunk, self.value_trunk]
 
     @property
     def heads(self) -> list[nn.Linear]:
@@ -159,21 +168,6 @@ class ActorCritic(TrunkNetwork):
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         policy_output, value = self.outputs(observations)
         return policy_output, value.squeeze(-1)
-
-    def _remember(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-        features = self._features(inputs)
-        if state is None:
-            return features, None
-        each = zip(self.memories, features, state.chunk(len(self.memories), -1), strict=False)
-        with torch.autocast(inputs.device.type, enabled=False):
-            remembered = [memory(x, part) for memory, x, part in each]
-        after = torch.cat([part for _, part in remembered], -1)
-        return [x for x, _ in remembered] * (len(self.heads) // len(remembered)), after
-
-    def _features(self, inputs: Tensor) -> list[Tensor]:
-        if self.is_image:
-            return super()._features(inputs)
-        return self._features_of([self.trunk, self.value_trunk], inputs)
 
 
 def channels_last(images: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from pala.config import Config, EnvConfig
 from pala.networks.distributions import Distribution
 from pala.networks.network import Network, blank_observations
 from pala.system.errors import PalaError
-from pala.system.names import import_named, parse_call
+from pala.system.names import import_named, named_call
 
 MakeNetwork = Callable[[gymnasium.Space, tuple[int, ...]], nn.Module]
 """`(observation_space, num_outputs)` -> the module; `num_outputs`: of each head."""
@@ -50,12 +50,7 @@ def own_network(config: Config, make_network: MakeNetwork | None) -> MakeNetwork
 
 
 def _named(text: str) -> MakeNetwork:
-    try:
-        name, arguments = parse_call(text.strip())
-    except ValueError:
-        raise PalaError(
-            f"{_SOURCE}: '{text}' is no network: write `module:Name` or `module:Name(key=value)`, with plain values."
-        ) from None
+    name, arguments = named_call(text, _SOURCE, "`module:Name` or `module:Name(key=value)`")
     make = import_named(name, _SOURCE)
 
     def make_network(observation_space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:
@@ -99,20 +94,18 @@ class OwnNetwork(Network):
         """Return the outputs of all heads."""
         return self.outputs(observations)
 
-    def _remember(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+    def _features(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+        trunk = cast(Any, self.own).trunk
         if state is None:
-            return self._features(inputs), None
-        given = cast(Any, self.own).trunk(inputs, state)
+            features = trunk(inputs)
+            return [_as_own(features) for _ in self.heads], None
+        given = trunk(inputs, state)
         if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Tensor)):
             raise TypeError(f"with 'state_size' its trunk must give (features, state), not {type(given).__name__}")
         features, after = given
         if after.shape != state.shape:
             raise ValueError(f"its trunk gives a state of shape {tuple(after.shape)}, not {tuple(state.shape)}")
         return [_as_own(features) for _ in self.heads], after.float()
-
-    def _features(self, inputs: Tensor) -> list[Tensor]:
-        features = cast(Any, self.own).trunk(inputs)
-        return [_as_own(features) for _ in self.heads]
 
     def _check_outputs(self, space: gymnasium.Space, num_outputs: tuple[int, ...]) -> None:
         observations = blank_observations(space, 2, torch.device("cpu"))

@@ -47,10 +47,16 @@ class Tape(abc.ABC):
 
 
 class AutogradTape(Tape):
-    """Any network on any device, differentiated by autograd; all but the heads in bfloat16 where autocast puts it."""
+    """Any network on any device, differentiated by autograd; all but the heads in bfloat16 where autocast puts it.
+
+    Of a network with memory it keeps the environments' states. Back-propagation through time is truncated: `begin`
+    keeps the states and cuts the graph, so that a gradient reaches back to the first step of a rollout.
+    """
 
     def __init__(self, network: Network, precision: str = "float32") -> None:
         self._network = network
+        self.remembers = network.state_size > 0
+        self._states: Tensor | None = None  # [B, S]; None: all begin, or there is no memory
         device = next(network.parameters()).device
         # The cache of cast weights would outlive an update.
         self._precision = torch.autocast(device.type, torch.bfloat16, precision == "bfloat16", cache_enabled=False)
@@ -58,36 +64,6 @@ class AutogradTape(Tape):
 
     def begin(self) -> None:
         self._passes: list[list[Tensor]] = []
-
-    def forward(self, observations: Tensor) -> list[Tensor]:
-        with self._precision:
-            self._passes.append(self._network.outputs(observations))
-        return [outputs.detach() for outputs in self._passes[-1]]
-
-    def peek(self, observations: Tensor, rows: Tensor | None = None) -> list[Tensor]:
-        with torch.no_grad(), self._precision:
-            return self._network.outputs(observations)
-
-    def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
-        heads_TBO = [torch.stack(outputs) for outputs in zip(*self._passes, strict=True)]
-        # Its gradient by the outputs is the one given. Handed to `backward` itself, it would have torch import sympy.
-        products = [(head_TBO * given_TBO).sum() for head_TBO, given_TBO in zip(heads_TBO, gradients_TBO, strict=True)]
-        torch.stack(products).sum().backward()  # type: ignore[no-untyped-call]
-        self._passes = []
-
-
-class RecurrentTape(AutogradTape):
-    """A tape of a network with memory, which keeps the environments' states.
-
-    Back-propagation through time is truncated: `begin` keeps the states and cuts the graph, so that a gradient reaches
-    back to the first step of a rollout.
-    """
-
-    remembers = True
-    _states: Tensor | None = None  # [B, S]; None: all begin
-
-    def begin(self) -> None:
-        super().begin()
         if self._states is not None:  # of a network that was ruined and healed they would stay what they are
             self._states = self._states.detach().nan_to_num(0.0, 0.0, 0.0)
 
@@ -107,3 +83,10 @@ class RecurrentTape(AutogradTape):
             self._states = None
         elif self._states is not None:
             self._states = self._states.masked_fill(began_B.unsqueeze(-1), 0.0)
+
+    def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
+        heads_TBO = [torch.stack(outputs) for outputs in zip(*self._passes, strict=True)]
+        # Its gradient by the outputs is the one given. Handed to `backward` itself, it would have torch import sympy.
+        products = [(head_TBO * given_TBO).sum() for head_TBO, given_TBO in zip(heads_TBO, gradients_TBO, strict=True)]
+        torch.stack(products).sum().backward()  # type: ignore[no-untyped-call]
+        self._passes = []

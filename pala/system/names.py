@@ -41,6 +41,15 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{text!r} is no name with plain arguments") from None
 
 
+def named_call(text: str, source: str, forms: str) -> tuple[str, dict[str, Any]]:
+    """Return (name, arguments), as `parse_call`. Raises PalaError. `source`: the key that gives the text; `forms`: what
+    it may look like."""
+    try:
+        return parse_call(text.strip())
+    except ValueError:
+        raise PalaError(f"{source} is '{text}': write {forms}, with plain values.") from None
+
+
 def import_named(text: str, source: str) -> Any:
     """Return the function or class that `module:name` leads to, outside Python's own modules. `source`: the file or key
     that gives the name, which is trusted. Raises PalaError."""

@@ -21,7 +21,7 @@ def make_state(
     generator = torch.Generator().manual_seed(rank)
     parameters = torch.randn(PARAMETERS, generator=generator) if fill is None else torch.full((PARAMETERS,), fill)
     counters = {
-        "updates": 7, "applied": 7, "warms_up_from": 0, "spares": 0, "lost": [], "local_steps": steps,
+        "updates": 7, "applied": 7, "num_squares": 7, "spares": 0, "lost": [], "local_steps": steps,
         "time_s": 1.25, "base_steps": 1000, "round": 3, "weight": weight,
         "steps_by_rank": [steps if r == rank else 10 for r in range(ranks)],
     }  # fmt: skip

@@ -24,7 +24,7 @@ from pala.gorila.dqn import DQN
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.messages import Kind
 from pala.gorila.networks import QNetwork
-from pala.gorila.node import Formats, Rules
+from pala.gorila.node import Rules
 from pala.gorila.roles import assign
 from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.store import ReplayStore
@@ -36,6 +36,11 @@ torch.set_num_threads(1)  # a second thread only costs time on tensors this smal
 CPU = torch.device("cpu")
 CELLS, SEED = 5, 3
 RankT = TypeVar("RankT", bound="Rank")
+
+
+def begin_with(parameters: torch.Tensor) -> ServedModel:
+    """What the shards of a new run begin with."""
+    return ServedModel(parameters, torch.zeros_like(parameters), parameters)
 
 
 class Corridor(gymnasium.Env):
@@ -97,12 +102,11 @@ class Rank:
         self.flat, self.target = FlatParameters(network, CPU), FlatParameters(target_network, CPU)
         self.target.data.copy_(self.flat.data)
         space = self.envs.observation_space
-        formats = Formats.of(config.env, 1, gorila, space, num_actions=3)
-        rules = Rules.of(gorila, roles, num_ranks, self.flat, formats)
+        rules = Rules.of(config, roles, num_ranks, self.flat, space, num_actions=3, frame_stack=1)
         self.parts, self.wire = rules.slices, rules.wire
         self.shard, self.store = None, None
         if rank in roles.shards:
-            begin = ServedModel.fresh(self.flat.data)
+            begin = begin_with(self.flat.data)
             self.shard = Shard(begin, self.parts[roles.shards.index(rank)], gorila)
         if rank in roles.replays:
             self.store = ReplayStore(

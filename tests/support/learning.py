@@ -19,7 +19,7 @@ from pala.envs.vector import make_envs
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.none import NoExchange
 from pala.networks.network import ActorCritic, FlatParameters
-from pala.networks.tape import AutogradTape, RecurrentTape
+from pala.networks.tape import AutogradTape
 from pala.run.agent import Counters
 from pala.run.metrics import Record
 from pala.system.interrupt import Interrupt
@@ -83,15 +83,14 @@ class Run:
         torch.manual_seed(int(derive(config.seed, 0, "weights")[0]))
         network = self.network or ActorCritic(self.envs.observation_space, self.envs.action_space, config.network)
         self.flat = FlatParameters(network, torch.device("cpu"))
-        tape = RecurrentTape(network) if getattr(network, "state_size", 0) else AutogradTape(network)
-        self.a2c = A2C(network.distribution, tape, self.flat, config.a2c)
+        self.a2c = A2C(network.distribution, AutogradTape(network), self.flat, config.a2c)
         differentiate, step = self.a2c.differentiate, self.a2c.step
         rollouts = []
         self.a2c.differentiate = lambda *arguments: rollouts.append(arguments) or differentiate(*arguments)
 
-        def noting(loss: Loss, rate: float, updates: int) -> UpdateResult:
+        def noting(loss: Loss, rate: float) -> UpdateResult:
             self.updates.append((*rollouts.pop(), rate))
-            return step(loss, rate, updates)
+            return step(loss, rate)
 
         self.a2c.step = noting
         comm, start = (

@@ -21,7 +21,7 @@ from pala.gorila.dqn import Transitions
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
 from pala.gorila.shard import ServedModel, Shard
-from pala.gorila.worker import minibatches_at_hand
+from pala.gorila.worker import most_at_hand
 from pala.lab.benchmark.measure import ContinuedEnvs, Trial, clock, flops_of
 from pala.run.loop import Loop
 from pala.run.metrics import Record
@@ -55,6 +55,12 @@ def flops_per_step(
     return round(passes * forward * per_step), round(backward * per_step)
 
 
+def minibatches_at_hand(config: Config) -> int:
+    """Return how many minibatches a bundled learner has at once: what a step of its environments pays for."""
+    paid = config.env.num_envs // config.gorila.update_period_steps
+    return max(1, min(paid, most_at_hand(config)))
+
+
 def network_us(agent: GorilaAgent, config: Config, observations: np.ndarray, seconds: float) -> dict[str, float]:
     """Return microseconds a step of `forward` (the target network's pass over all minibatches that training has at
     hand), `backward` (the gradient with the network's own pass, and new weights taken) and `optimiser` (a shard of
@@ -67,7 +73,7 @@ def network_us(agent: GorilaAgent, config: Config, observations: np.ndarray, sec
     images = torch.from_numpy(np.resize(observations, (at_hand * count, *observations.shape[1:]))).to(agent.device)
     zeros = torch.zeros(count, device=agent.device)
     batch = Transitions(images[:count], zeros.long(), zeros, images[:count], zeros.bool())
-    shard = Shard(ServedModel.fresh(agent.flat.data), slice(None), gorila)
+    shard = Shard(ServedModel(agent.flat.data, torch.zeros_like(agent.flat.data), agent.flat.data), slice(None), gorila)
     sums = dict.fromkeys(("forward", "backward", "optimiser"), 0.0)
     turns = 0
     end = now() + seconds

@@ -305,7 +305,7 @@ class Trial:
         """Return what trains, from the first weights. Collective."""
         agent = replace(self._agent, config=config)
         agent.flat.data.copy_(self._first_weights)
-        agent.a2c.restart_mean_square(updates=0)
+        agent.a2c.restart_mean_square()
         agent.a2c.restart_momentum()
         return self._begin(agent, start, interrupt)
 
