@@ -50,7 +50,7 @@ def own_network(config: Config, make_network: MakeNetwork | None) -> MakeNetwork
 
 
 def _named(text: str) -> MakeNetwork:
-    name, arguments = named_call(text, _SOURCE, "`module:Name` or `module:Name(key=value)`")
+    name, arguments = named_call(text.strip(), _SOURCE, "`module:Name` or `module:Name(key=value)`")
     make = import_named(name, _SOURCE)
 
     def make_network(observation_space: gymnasium.Space, num_outputs: tuple[int, ...]) -> nn.Module:

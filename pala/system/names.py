@@ -45,7 +45,7 @@ def named_call(text: str, source: str, forms: str) -> tuple[str, dict[str, Any]]
     """Return (name, arguments), as `parse_call`. Raises PalaError. `source`: the key that gives the text; `forms`: what
     it may look like."""
     try:
-        return parse_call(text.strip())
+        return parse_call(text)
     except ValueError:
         raise PalaError(f"{source} is '{text}': write {forms}, with plain values.") from None
 
