@@ -259,6 +259,7 @@ class GossipExchange(ModelExchange):
         self._parameters.copy_(self.final_parameters(timeout_s))
         with self.driver.lock:
             self._state.healthy, self._state.returning, self._state.weight = True, False, 1.0
+            self._state.now_s = self._state.update_began_s = self._transport.now_s()  # it was not away
         self.driver.be_quiet(False)
         self._transport.start(self.driver)
         return True
