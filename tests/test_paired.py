@@ -390,6 +390,19 @@ def test_a_rank_that_heals_drops_the_answers_that_it_has_not_moved_by() -> None:
     assert moved(update(p)) == []
 
 
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_rank_that_begins_again_after_an_average_keeps_nothing_of_before(is_away: bool) -> None:
+    p, peer, number = with_offer(patience_s=5.0)
+    answer_came(p, peer, number)
+    offer_came(p, 2, whole=False)
+    if is_away:
+        p.clock(60.0)
+    forgotten = [Clear(), Close(peer)] if is_away else [Move(peer, 0.5), Clear()]
+    assert p.restart() == forgotten and not (p.to_mix or p.answers or p.stale or p.offers)
+    p.state.returning = False  # it has the average
+    assert moved(update(p, 60.0)) == []
+
+
 def test_a_rank_without_a_model_refuses_parts_and_asks_for_whole_ones() -> None:
     p = paired(0, 4)
     assert offered(update(p, healthy=False)) == []

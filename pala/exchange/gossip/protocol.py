@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from pala.config.catalogue import RULES
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.messages import Accept, Action, Clear, Heal, Kind, Mix, SendControl
+from pala.exchange.gossip.messages import Accept, Action, Clear, Close, Heal, Kind, Mix, SendControl
 from pala.exchange.gossip.state import GossipState, Rules
 from pala.exchange.wire import Message
 
@@ -185,8 +185,11 @@ class GossipProtocol(abc.ABC):
         actions = self.finish(s)
         for peer in {*s.lock.held_since_s, *s.offers}:
             actions += self._forget(s, peer)
-        s.owed.clear()
-        s.offer_numbers.clear()
+        if s.to_mix:  # of a rank that has no model, and to which no whole one has come
+            actions.append(Clear())
+        actions += [Close(peer) for peer in s.answers]
+        for kept in (s.to_mix, s.answers, s.stale, s.owed, s.offer_numbers):
+            kept.clear()
         s.silent.clear()
         s.refusing.clear()
         s.staleness = s.num_rejected = 0
