@@ -377,6 +377,30 @@ def test_a_group_whose_model_is_not_finite_takes_that_of_others(
     assert capsys.readouterr().err.count("they are replaced by what the peers sent") == 2
 
 
+def test_a_leader_that_was_away_heals_with_its_group() -> None:
+    """All members have to know: momentum begins again at all of them, or their models would part."""
+
+    def main(comm: MemoryCommunicator) -> list[int]:
+        exchange = GroupedGossip(
+            comm, torch.zeros(3), 1, ExchangeConfig(group=2), ExchangeState([0] * 4), comm.interrupt, [0, 0, 1, 1],
+            total_steps=10**6,
+        )  # fmt: skip
+        heals = []
+        for update in range(40):
+            exchange._state.returning |= update == 5 and comm.rank == 0
+            if not exchange.average_gradient(torch.zeros(3)):
+                break
+            time.sleep(0.001)
+            exchange.after_update(1, healthy=True)
+            heals.append(exchange.heals)
+        exchange.stop_now(Stop.CALLBACK)
+        exchange.close(60.0)
+        return heals
+
+    leader, member, *others = run_ranks(4, main)
+    assert leader == member and 1 in leader and others[0] == others[1] and not any(others[0])
+
+
 def test_a_rank_whose_model_is_not_that_of_its_group_ends(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pala.comm.base import Communicator
 
 _ARRIVED, _REDUCED, _ENDS, _HEARD, _LEFT, _NOT_FINITE = range(6)  # of a member; the last is of even updates, then odd
-_DECIDED, _DECIDED_STOP, _PUBLISHED, _PUBLISHED_STOP, _CHANGED, _WAS_HEALTHY, _FINITE = range(7)  # of the head
+_DECIDED, _DECIDED_STOP, _PUBLISHED, _PUBLISHED_STOP, _CHANGED, _WAS_HEALTHY, _HEALED = range(7)  # of the head
 _COLUMNS = 7
 
 
@@ -113,14 +113,14 @@ class GroupMemory:
         living = np.flatnonzero(self._living).tolist()
         return included, int(self._head[_DECIDED_STOP]), living, self._steps.copy()
 
-    def publish(self, update: int, model: Tensor | None, healthy: bool, finite: bool, stop: int) -> None:
+    def publish(self, update: int, model: Tensor | None, healthy: bool, healed: bool, stop: int) -> None:
         """Say what gossip has made of the model after an update; None: nothing. `healthy`: it was finite before;
-        `finite`: it is so now; `stop`: the reason why training ends here, or 0."""
+        `healed`: a peer's took its place; `stop`: the reason why training ends here, or 0."""
         if model is not None:
             self.model.copy_(model)
         self._head[_CHANGED] = model is not None
         self._head[_WAS_HEALTHY] = healthy
-        self._head[_FINITE] = finite
+        self._head[_HEALED] = healed
         self._head[_PUBLISHED_STOP] = stop
         self._announce(self._head, _PUBLISHED, update)
 
@@ -129,10 +129,10 @@ class GroupMemory:
         return bool(self._head[_PUBLISHED] >= update)
 
     def published(self) -> tuple[bool, bool, bool, int]:
-        """Return what `publish` was last given: whether there is a model, healthy, finite, stop."""
+        """Return what `publish` was last given: whether there is a model, healthy, healed, stop."""
         self._block.fence()
         head = self._head
-        return bool(head[_CHANGED]), bool(head[_WAS_HEALTHY]), bool(head[_FINITE]), int(head[_PUBLISHED_STOP])
+        return bool(head[_CHANGED]), bool(head[_WAS_HEALTHY]), bool(head[_HEALED]), int(head[_PUBLISHED_STOP])
 
     # ---- the mean of the gradients ---------------------------------------------------------------------------------
 

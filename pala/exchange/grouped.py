@@ -220,7 +220,7 @@ class GroupedGossip(GossipExchange):
     def _take_published(self, healthy: bool) -> bool:
         """Take over what the leader has published. Returns whether the model is finite now. Raises PalaError if this
         rank's model is not that of its group."""
-        has_model, was_healthy, finite, stop = self._memory.published()
+        has_model, was_healthy, healed, stop = self._memory.published()
         if healthy != was_healthy:
             raise PalaError(
                 f"[rank {self._comm.rank}] its model is no longer that of its group: one of them is not finite, so "
@@ -229,10 +229,10 @@ class GroupedGossip(GossipExchange):
         if not self._is_leading:
             if has_model:
                 self._parameters.copy_(self._memory.model)
-            self.driver.heals += finite and not healthy
+            self.driver.heals += healed
         if stop:
             self._end_together(Stop(stop))
-        return finite
+        return healthy or healed
 
     def _gossip(self, healthy: bool) -> None:
         """Send and mix as is due, as the group's leader, and publish what came of it. May wait."""
@@ -241,11 +241,13 @@ class GroupedGossip(GossipExchange):
             self.driver.begin()
             living = [rank for rank in self._members if not self._is_gone(rank)]
             log(f"[rank {self._comm.rank}] gossips for its group from now on: {named(living)}.")
-        finite = super().after_update(0, healthy)  # its steps have been counted
+        heals = self.driver.heals
+        super().after_update(0, healthy)  # its steps have been counted
         has_moved = self.driver.num_mixes > self._num_published
         self._num_published = self.driver.num_mixes
         model = self._parameters if has_moved else None
-        self._memory.publish(self._update, model, healthy, finite, self._state.budget.stop)
+        healed = self.driver.heals > heals
+        self._memory.publish(self._update, model, healthy, healed, self._state.budget.stop)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
