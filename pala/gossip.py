@@ -48,7 +48,6 @@ from pala.system.trace import Trace
 
 State = Mapping[str, Any] | None
 _CLOSE_S = 300.0  # how long a rank waits for the slowest where all meet, as in training
-_MOST_LOOKS = 10_000  # at `goes_on` without an update between them
 _LEAST_LATE_UPDATES = 10  # a loop that looks at `goes_on` after several updates makes some after the end
 _open: set[int] = set()  # ranks of this process, which are threads in tests, that are inside a block
 
@@ -72,7 +71,6 @@ class Gossip:
     _start = ExchangeState([])  # of the exchange
     _updates = 0
     _local_steps = 0
-    _num_looks = 0  # at `goes_on` since the last update
     _num_late = 0  # updates after training had ended
     _living: Sequence[int] = ()  # of whom `on_change` knows
     _heals = 0
@@ -289,14 +287,8 @@ class Gossip:
     @property
     def goes_on(self) -> bool:
         """Whether to continue: False once all ranks together have made `total_steps`, or a signal or another rank ended
-        training. Raises PalaError before the block, and if it is asked again and again without an update."""
+        training. Raises PalaError before the block."""
         self._check_begun("goes_on")
-        self._num_looks += 1
-        if self._num_looks > _MOST_LOOKS:
-            raise PalaError(
-                f"[rank {self.rank}] 'goes_on' was asked {_MOST_LOOKS:,} times without an `after_update` between them: "
-                "call it on every rank after each optimiser step."
-            )
         if self._interrupt.signal is not None:
             if self._exchange is not None and self._exchange.stop is Stop.NONE:
                 self._exchange.stop_now(Stop.SIGNAL)
@@ -327,7 +319,6 @@ class Gossip:
             self._say_if_late()
         self._updates += 1
         self._local_steps += steps
-        self._num_looks = 0
         if self._momentum is not None:
             flat.gather()
             self._momentum.push_()
