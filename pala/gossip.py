@@ -171,6 +171,7 @@ class Gossip:
         if comm is None or comm.size == 1:
             self._start = _start_of(1, [self._loaded])
             return
+        comm.watch_signals(self._interrupt)
         self._living = range(comm.size)
         likeness = self._settings, self._every, self._own_topology and self._own_topology.likeness
         states = _begin_alike(comm, flat, likeness, self._loaded)
