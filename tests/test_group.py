@@ -314,16 +314,18 @@ def gradient_of(columns: slice) -> torch.Tensor:
     return flat.gradient.clone()
 
 
+def exchange_of(comm: MemoryCommunicator, parameters: torch.Tensor, groups: list[int]) -> GroupedGossip:
+    start = ExchangeState([0] * comm.size)
+    return GroupedGossip(comm, parameters, 1, ExchangeConfig(group=2), start, comm.interrupt, groups, total_steps=10**6)
+
+
 def test_two_ranks_of_a_group_have_the_gradient_of_one_with_twice_the_environments() -> None:
     halves = [gradient_of(slice(2)), gradient_of(slice(2, 4))]
     all_have_updated = threading.Barrier(4)
 
     def main(comm: MemoryCommunicator) -> torch.Tensor:
         gradient = halves[comm.rank % 2].clone() * (1 + comm.rank // 2)
-        exchange = GroupedGossip(
-            comm, torch.zeros_like(gradient), 1, ExchangeConfig(group=2), ExchangeState([0] * 4), comm.interrupt,
-            [0, 0, 1, 1], total_steps=10**6,
-        )  # fmt: skip
+        exchange = exchange_of(comm, torch.zeros_like(gradient), [0, 0, 1, 1])
         assert exchange.average_gradient(gradient) and not exchange.culprits
         assert exchange.after_update(10, healthy=True)
         all_have_updated.wait()
@@ -377,14 +379,34 @@ def test_a_group_whose_model_is_not_finite_takes_that_of_others(
     assert capsys.readouterr().err.count("they are replaced by what the peers sent") == 2
 
 
+def test_the_waits_of_a_group_are_in_its_timeline() -> None:
+    class Waits:
+        def __init__(self) -> None:
+            self.took_s = 0.0
+
+        def span(self, name: str, begin_s: float, end_s: float) -> None:
+            assert name == "wait"
+            self.took_s += end_s - begin_s
+
+    def main(comm: MemoryCommunicator) -> tuple[float, float]:
+        exchange, waits = exchange_of(comm, torch.zeros(3), [0, 0]), Waits()
+        exchange.trace = waits
+        for update in range(2):
+            time.sleep(0.05 * (comm.rank == update))  # each waits for the other
+            assert exchange.average_gradient(torch.zeros(3)) and exchange.after_update(1, healthy=True)
+        exchange.stop_now(Stop.CALLBACK)
+        exchange.close(60.0)
+        return waits.took_s, exchange.waited_s
+
+    for in_timeline, waited in run_ranks(2, main):
+        assert in_timeline == waited > 0.025
+
+
 def test_a_leader_that_was_away_heals_with_its_group() -> None:
     """All members have to know: momentum begins again at all of them, or their models would part."""
 
     def main(comm: MemoryCommunicator) -> list[int]:
-        exchange = GroupedGossip(
-            comm, torch.zeros(3), 1, ExchangeConfig(group=2), ExchangeState([0] * 4), comm.interrupt, [0, 0, 1, 1],
-            total_steps=10**6,
-        )  # fmt: skip
+        exchange = exchange_of(comm, torch.zeros(3), [0, 0, 1, 1])
         heals = []
         for update in range(40):
             exchange._state.returning |= update == 5 and comm.rank == 0

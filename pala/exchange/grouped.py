@@ -150,8 +150,8 @@ class GroupedGossip(GossipExchange):
     def after_update(self, steps: int, healthy: bool) -> bool:
         self._has_updated = True
         self._count(steps)
-        if not self._is_published(healthy):
-            self._wait_for_group(lambda: self._is_published(healthy), "its leader's model")
+        self._wait_for_group(lambda: self._memory.is_published(self._update) or self._leads, "its leader's model")
+        self._is_published(healthy)  # a rank that leads by now has waits of its own
         return self._take_published(healthy)
 
     def _arrive(self, gradient: Tensor) -> None:
@@ -304,6 +304,8 @@ class GroupedGossip(GossipExchange):
 
     def _wait_for_group(self, done: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
         """Wait asleep until `done()`, and look after messages, which tell of deaths, meanwhile."""
+        if done():
+            return
         begin = time.perf_counter()
 
         def look() -> bool:
@@ -312,4 +314,4 @@ class GroupedGossip(GossipExchange):
             return done()
 
         wait_asleep(look, timeout_s, self._interrupt, _LONGEST_SLEEP_S, LongWait(self._comm.rank, what))
-        self.waited_s += time.perf_counter() - begin
+        self._waited_since(begin)
