@@ -766,7 +766,7 @@ def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsy
     trained = train(3, config, [corrupt(1, 2, n) for n in damaged], on_count=stop_when(1, 2, updates=60))
     assert stopped_well(trained, but_for=[])
     said = [line for line in capsys.readouterr().err.splitlines() if "rejected" in line]
-    assert len(said) == 1 and said[0].startswith("[rank 2] rejected a model from rank 1: it begins with")
+    assert len(said) == 1 and said[0].startswith("[rank 2] rejected a message from rank 1: it begins with")
     assert trained.total("models_refused", rank=2) == trained.total("models_refused") == len(damaged)
     assert bool(parameters(trained.states()).isfinite().all())
 
@@ -807,7 +807,7 @@ def test_nan_is_refused_and_healed(
     trained = train(3, config, on_count=stop_when(1, updates=40))
     assert stopped_well(trained, but_for=[])
     said = capsys.readouterr().err
-    assert "rejected a model from rank 1: it holds NaN" in said and "rejected a model from rank 0" not in said
+    assert "rejected a message from rank 1: it holds NaN" in said and "rejected a model from rank 0" not in said
     assert "the parameters were not finite either; they are replaced by what the peers sent" in said
     assert trained.total("models_refused") >= 1
     assert bool(parameters(trained.states()).isfinite().all())

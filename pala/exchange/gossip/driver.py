@@ -426,10 +426,10 @@ class GossipDriver(Receiver):
         self.counts["models_mixed"] += num_models
 
     def _report_refusal(self, source: int, refusal: Refusal) -> None:
-        """Report a refused model, once for each peer."""
+        """Report a refused message, once for each peer."""
         if source not in self._reported:
             self._reported.add(source)
             self._report(
-                f"[rank {self.state.rank}] rejected a model from rank {source}: {refusal.reason}. "
+                f"[rank {self.state.rank}] rejected a message from rank {source}: {refusal.reason}. "
                 "Later ones are only counted."
             )

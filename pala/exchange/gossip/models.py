@@ -3,7 +3,7 @@
 | memory | blocks of a whole message |
 |---|---|
 | snapshots on their way | two (`driver.py`); `paired`: one an open offer or answer, at most two a peer |
-| what is being received | one; `TopK` has another, the sum of what came: they change places |
+| what is being received | one; `Float32` and `BFloat16` have another, the sum of what came: they change places |
 """
 
 from __future__ import annotations
