@@ -188,12 +188,10 @@ class Gossip:
         self._exchange = GossipExchange(
             comm,
             flat.data,
-            flat.signature,
-            self._settings.exchange,
+            self._settings,
             self._start,
             self._interrupt,
-            total_steps=self._settings.total_steps,
-            seed=self._settings.seed,
+            signature=flat.signature,
             num_exact=flat.num_exact,
             own_topology=self._own_topology,
         )

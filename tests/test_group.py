@@ -314,9 +314,10 @@ def gradient_of(columns: slice) -> torch.Tensor:
     return flat.gradient.clone()
 
 
-def exchange_of(comm: MemoryCommunicator, parameters: torch.Tensor, groups: list[int]) -> GroupedGossip:
-    start = ExchangeState([0] * comm.size)
-    return GroupedGossip(comm, parameters, 1, ExchangeConfig(group=2), start, comm.interrupt, groups, total_steps=10**6)
+def exchange_of(comm: MemoryCommunicator, parameters: torch.Tensor) -> GroupedGossip:
+    """That of ranks in groups of two."""
+    config = Config(total_steps=10**6, exchange=ExchangeConfig(group=2))
+    return GroupedGossip(comm, parameters, config, ExchangeState([0] * comm.size), comm.interrupt)
 
 
 def test_two_ranks_of_a_group_have_the_gradient_of_one_with_twice_the_environments() -> None:
@@ -325,7 +326,7 @@ def test_two_ranks_of_a_group_have_the_gradient_of_one_with_twice_the_environmen
 
     def main(comm: MemoryCommunicator) -> torch.Tensor:
         gradient = halves[comm.rank % 2].clone() * (1 + comm.rank // 2)
-        exchange = exchange_of(comm, torch.zeros_like(gradient), [0, 0, 1, 1])
+        exchange = exchange_of(comm, torch.zeros_like(gradient))
         assert exchange.average_gradient(gradient) and not exchange.culprits
         assert exchange.after_update(10, healthy=True)
         all_have_updated.wait()
@@ -389,7 +390,7 @@ def test_the_waits_of_a_group_are_in_its_timeline() -> None:
             self.took_s += end_s - begin_s
 
     def main(comm: MemoryCommunicator) -> tuple[float, float]:
-        exchange, waits = exchange_of(comm, torch.zeros(3), [0, 0]), Waits()
+        exchange, waits = exchange_of(comm, torch.zeros(3)), Waits()
         exchange.trace = waits
         for update in range(2):
             time.sleep(0.05 * (comm.rank == update))  # each waits for the other
@@ -406,7 +407,7 @@ def test_a_leader_that_was_away_heals_with_its_group() -> None:
     """All members have to know: momentum begins again at all of them, or their models would part."""
 
     def main(comm: MemoryCommunicator) -> list[int]:
-        exchange = exchange_of(comm, torch.zeros(3), [0, 0, 1, 1])
+        exchange = exchange_of(comm, torch.zeros(3))
         heals = []
         for update in range(40):
             exchange._state.returning |= update == 5 and comm.rank == 0

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from pala.comm.agreement import collectively
 from pala.comm.base import Communicator
-from pala.config import ExchangeConfig
+from pala.config import Config
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.group_memory import GroupMemory
-from pala.exchange.groups import members_of
+from pala.exchange.groups import groups_of, members_of
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.output import log
@@ -48,33 +48,20 @@ class GroupedGossip(GossipExchange):
         self,
         comm: Communicator,
         parameters: Tensor,
-        signature: int,
-        settings: ExchangeConfig,
+        config: Config,
         start: ExchangeState,
         interrupt: Interrupt,
-        groups: Sequence[int],
         *,
-        total_steps: int,
-        seed: int = 0,
+        signature: int = 0,
         num_exact: int = 0,
     ) -> None:
-        """Gossip as `GossipExchange` does. `groups`: number of each rank's group; the parameters are equal within each.
-        Collective."""
-        self._groups = groups
-        self._members: Sequence[int] = members_of(groups)[groups[comm.rank]]  # those of the newest decision
+        """Gossip as `GossipExchange` does. The parameters are equal within each group. Collective."""
+        self._groups: Sequence[int] = groups_of(comm.allgather(comm.host), config.exchange.group)
+        self._members: Sequence[int] = members_of(self._groups)[self._groups[comm.rank]]  # those of the newest decision
         everybody = self._members
         self._memory = collectively(comm, lambda: GroupMemory(comm, everybody, parameters.numel()))
         super().__init__(
-            comm,
-            parameters,
-            signature,
-            settings,
-            start,
-            interrupt,
-            total_steps=total_steps,
-            seed=seed,
-            num_exact=num_exact,
-            groups=groups,
+            comm, parameters, config, start, interrupt, signature=signature, num_exact=num_exact, groups=self._groups
         )
         self._update = 0  # that the group makes, or has made last
         self._made = np.array(start.steps_by_rank, np.uint64)  # steps of every rank, those of this group exactly

@@ -18,7 +18,7 @@ from pala.exchange.gossip.process_lock import ProcessLock
 from pala.system.seeding import derive
 
 if TYPE_CHECKING:
-    from pala.config import ExchangeConfig
+    from pala.config import Config
     from pala.exchange.gossip.topology import Peers
 
 
@@ -42,15 +42,15 @@ class Rules:
     """A user's own, in place of the named one."""
 
     @classmethod
-    def of(cls, exchange: ExchangeConfig, seed: int, whole_every: int, own_topology: Peers | None = None) -> Rules:
-        """Return the rules of a run with this seed. `whole_every`: the codec's."""
+    def of(cls, config: Config, whole_every: int, own_topology: Peers | None = None) -> Rules:
+        """Return the rules of a run. `whole_every`: the codec's."""
         return cls(
-            exchange.graph,
-            exchange.max_staleness,
-            int(derive(seed, 0, "topology")[0]),
+            config.exchange.graph,
+            config.exchange.max_staleness,
+            int(derive(config.seed, 0, "topology")[0]),
             whole_every,
-            patience_s=exchange.patience_s,
-            mixing=exchange.mixing,
+            patience_s=config.exchange.patience_s,
+            mixing=config.exchange.mixing,
             own_topology=own_topology,
         )
 
