@@ -159,10 +159,6 @@ class Topology:
             return tuple(peer for peer in living if peer != rank)
         return (living[(living.index(rank) + self.offset(n, round_, seed)) % n],)
 
-    def num_in_peers(self, num_living: int) -> int:
-        """Return how many models complete one round of receiving."""
-        return num_living - 1 if self.offset is None else min(1, num_living - 1)
-
 
 def _random(n: int, round_: int, seed: int) -> int:
     return 1 + random_bits(seed, round_) % (n - 1)

@@ -373,7 +373,9 @@ class GossipProtocol(abc.ABC):
     # ---- rounds --------------------------------------------------------------------------------------------------
 
     def _models_a_round(self, s: GossipState) -> int:
-        return self._peers.num_in_peers(len(self._in_touch(s)))
+        """Return how many models complete one round of receiving."""
+        others = len(self._in_touch(s)) - 1
+        return others if self._peers.to_all else min(1, others)
 
     def _learn_pace(self, s: GossipState) -> None:
         """Learn from the last update's length how long updates take. A single long update, or a time that the rank was

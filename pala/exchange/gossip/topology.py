@@ -25,11 +25,12 @@ _MOST_ROUNDS = 64  # in which a function must have named every connection that i
 class Peers(Protocol):
     """The peers of each rank in each round: a named topology, or a user's own."""
 
+    @property
+    def to_all(self) -> bool:
+        """Whether a rank sends to all others in each round, not to one."""
+
     def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
         """Return the ranks to which `rank` sends in its round `round_`. `living`: sorted ranks, `rank` among them."""
-
-    def num_in_peers(self, num_living: int) -> int:
-        """Return how many models complete one round of receiving."""
 
 
 class DirectedGraph(Protocol):
@@ -67,6 +68,8 @@ class WeightedGraph:
     A dead peer's place is taken by one of its own peers, chosen likewise: who is connected stays connected.
     """
 
+    to_all = False
+
     def __init__(self, weights: Mapping[tuple[int, int], float]) -> None:
         """`weights`: (rank, peer) -> weight, 0 or more; of each rank they are divided by their sum."""
         chosen: dict[int, list[tuple[int, float]]] = {}
@@ -91,9 +94,6 @@ class WeightedGraph:
                 return (place,)
         return TOPOLOGIES["random"].out_peers(rank, living, round_, seed)  # the dead were its only way to the others
 
-    def num_in_peers(self, num_living: int) -> int:
-        return min(1, num_living - 1)
-
     def check(self, size: int, by_pairs: bool) -> None:
         if unknown := self.ranks - set(range(size)):
             raise PalaError(
@@ -104,6 +104,8 @@ class WeightedGraph:
 
 class PeersByFunction:
     """The peers that a user's function names."""
+
+    to_all = False
 
     def __init__(self, function: PeerFunction, by_pairs: bool) -> None:
         """`by_pairs`: a rank may have one peer in a round, not several."""
@@ -129,9 +131,6 @@ class PeersByFunction:
                 "rank has one peer in a round; give one, or set 'mixing' to 'uniform'."
             )
         return peers
-
-    def num_in_peers(self, num_living: int) -> int:
-        return min(1, num_living - 1)
 
     def check(self, size: int, by_pairs: bool) -> None:
         edges: dict[int, set[int]] = {rank: set() for rank in range(size)}
