@@ -37,7 +37,7 @@ from pala.exchange.base import average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.flat import FlatTensors, named_tensors, share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
-from pala.exchange.gossip.topology import DirectedGraph, PeerFunction, own_peers
+from pala.exchange.gossip.topology import DirectedGraph, PeerFunction, own_topology
 from pala.exchange.make import check_size
 from pala.exchange.momentum import Momentum
 from pala.system.errors import CollectiveError, PalaError
@@ -124,7 +124,7 @@ class Gossip:
         except PalaError as error:
             raise PalaError(_in_words_of_the_call(error)) from None
         by_pairs = RULES[mixing].by_pairs
-        self._own_topology = None if isinstance(topology, str) else own_peers(topology, by_pairs)
+        self._own_topology = None if isinstance(topology, str) else own_topology(topology, by_pairs)
         self._every = _whole_number("every", every)
         self._on_change = on_change
         self._trace_folder = Path(trace or "")
