@@ -33,13 +33,15 @@ class LeadsWhileALowerLives(Member):
 
 class DecidesBeforeAllHaveArrived(Member):
     def waits_for_decision(self) -> Phase:
-        self._memory.has_arrived = lambda rank, update: True  # type: ignore[method-assign]
+        if self._leads and not self._memory.is_decided(self._update):
+            self._decide(self._update, self._members, Stop.NONE)
+            return Phase.TAKES_DECISION
         return super().waits_for_decision()
 
 
 class LeavesTheSlicesOfTheDead(Member):
     def _is_reduced(self) -> bool:
-        return all(self._memory.is_reduced(rank, self._update) for rank in self._members)
+        return all(self._memory.members[rank]["reduced"] >= self._update for rank in self._members)
 
 
 class CopiesTheMeanTooEarly(Member):

@@ -479,13 +479,13 @@ class Deadly:
         self.rank, self.n, self.after, self._made = -1, 0, False, 0
         announce = GroupMemory._announce
 
-        def announced(memory: GroupMemory, row: np.ndarray, column: int, value: int) -> None:
+        def announced(memory: GroupMemory, row: np.void, word: str, value: int) -> None:
             if memory._rank == self.rank:
                 self._made += 1
             dies = memory._rank == self.rank and self._made == self.n
             if dies and not self.after:
                 comms[self.rank].die()
-            announce(memory, row, column, value)
+            announce(memory, row, word, value)
             if dies:
                 comms[self.rank].die()
 
@@ -585,14 +585,14 @@ class Announcements:
         self._comms: dict[int, MemoryCommunicator] = {}
         announce = GroupMemory._announce
 
-        def announced(memory: GroupMemory, row: np.ndarray, column: int, value: int) -> None:
+        def announced(memory: GroupMemory, row: np.void, word: str, value: int) -> None:
             rank = memory._rank
             self._made[rank] += 1
             if self._made[rank] >= self.dies_at.get(rank, math.inf) and rank in self._comms:
                 self._comms[rank].die()
             if self._late[rank].random() < 0.05:
                 time.sleep(self._late[rank].uniform(0, 0.01))
-            announce(memory, row, column, value)
+            announce(memory, row, word, value)
 
         monkeypatch.setattr(GroupMemory, "_announce", announced)
 

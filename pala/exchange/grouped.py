@@ -157,11 +157,11 @@ class GroupedGossip(GossipExchange):
         if not self._leads:
             return False
         here = [rank for rank in self._members if not self._is_gone(rank)]
-        stop = max(memory.ends(rank) for rank in here)
+        stop = max(memory.members[rank]["ends"] for rank in here)
         if not stop:
-            if not all(memory.has_arrived(rank, update) for rank in here):
+            if any(memory.members[rank]["arrived"] < update for rank in here):
                 return False
-            stop = max(memory.heard(rank) for rank in here)
+            stop = max(memory.members[rank]["heard"] for rank in here)
         self._decide(update, here, Stop(stop))
         return True
 
@@ -189,7 +189,7 @@ class GroupedGossip(GossipExchange):
     def _is_reduced(self) -> bool:
         """Return whether the mean is whole; the leader writes the slices of ranks that have died."""
         for rank in self._members:
-            if not self._memory.is_reduced(rank, self._update):
+            if self._memory.members[rank]["reduced"] < self._update:
                 if not (self._leads and self._is_gone(rank)):
                     return False
                 self._memory.reduce_slice(self._update, rank, self._members)
@@ -274,7 +274,7 @@ class GroupedGossip(GossipExchange):
         return next((rank for rank in self._members if not self._is_gone(rank)), None) == self._comm.rank
 
     def _is_gone(self, rank: int) -> bool:
-        return rank not in self._state.budget.living or self._memory.has_left(rank)
+        return rank not in self._state.budget.living or bool(self._memory.members[rank]["left"])
 
     def _count(self, steps: int) -> None:
         """Count an update of the group: the steps of every rank whose gradient it had."""

@@ -84,7 +84,7 @@ class Rank(NamedTuple):
 
     phase: Phase
     values: Values
-    announces: tuple[tuple[str, int, int], ...] = ()  # what others do not see yet: row, column, value
+    announces: tuple[tuple[str, str, int], ...] = ()  # what others do not see yet: row, word, value
 
 
 class Update(NamedTuple):
@@ -138,17 +138,17 @@ class _Memory(GroupMemory):
 
     def __init__(self, comm: Any, case: Case) -> None:
         super().__init__(comm, range(case.members), case.members)  # a slice of the mean has a parameter
-        self.announced: list[tuple[str, int, int]] = []
+        self.announced: list[tuple[str, str, int]] = []
         self.acts: list[tuple[str, int]] = []
 
-    def _announce(self, row: np.ndarray, column: int, value: int) -> None:
-        if row[column] != value:
-            places = [str(rank) for rank, own in enumerate(self._members) if np.shares_memory(row, own)]
-            self.announced.append(("head" if row is self._head else places[0], column, int(value)))
+    def _announce(self, row: np.void, word: str, value: int) -> None:
+        if row[word] != value:
+            name = next((str(rank) for rank, own in self.members.items() if own is row), "head")
+            self.announced.append((name, word, int(value)))
 
-    def make_seen(self, row: str, column: int, value: int) -> None:
+    def make_seen(self, row: str, word: str, value: int) -> None:
         """Let the others see what was announced."""
-        (self._head if row == "head" else self._members[int(row)])[column] = value
+        (self.head if row == "head" else self.members[int(row)])[word] = value
 
     def decide(self, update: int, *decision: Any) -> None:
         self.acts.append(("decided_by", update))
