@@ -8,12 +8,14 @@ has said nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pala.comm.base import Communicator
+from pala.exchange.budget import Stop
 
 _MEMBER = ("arrived", "reduced", "ends", "heard", "left")
 _HEAD = ("decided", "decided_stop", "published", "published_stop", "has_model", "was_healthy", "healed")
@@ -24,6 +26,15 @@ def _layout(members: int, ranks: int) -> np.dtype:
     member = [*((word, "i8") for word in _MEMBER), ("not_finite", "i8", 2)]
     head = [*((word, "i8") for word in _HEAD), ("included", "i8", members), ("living", "i8", ranks)]
     return np.dtype([("members", member, members), ("head", [*head, ("steps", "u8", ranks)])])
+
+
+class Decision(NamedTuple):
+    """Choice of the leader for an update."""
+
+    included: Sequence[int]  # members whose gradients count
+    stop: Stop  # why training ends here: there is no such update
+    living: Sequence[int]  # ranks of the job that train, as far as the leader knows
+    steps: np.ndarray  # of all ranks, likewise: uint64 [ranks]
 
 
 class GroupMemory:
@@ -76,28 +87,27 @@ class GroupMemory:
 
     # ---- what the leader says --------------------------------------------------------------------------------------
 
-    def decide(self, update: int, included: Sequence[int], stop: int, living: Sequence[int], steps: np.ndarray) -> None:
-        """Say whose gradients an update has, or that there is none: `stop`. `living`, `steps` (uint64 [ranks]): what
-        the leader knows of the job."""
+    def decide(self, update: int, decision: Decision) -> None:
+        """Say whose gradients an update has, or that there is none."""
         head = self.head
-        head["included"][:] = [rank in included for rank in self._place]
+        head["included"][:] = [rank in decision.included for rank in self._place]
         head["living"][:] = 0
-        head["living"][list(living)] = 1
-        head["steps"][:] = steps
-        head["decided_stop"] = stop
+        head["living"][list(decision.living)] = 1
+        head["steps"][:] = decision.steps
+        head["decided_stop"] = decision.stop
         self._announce(head, "decided", update)
 
     def is_decided(self, update: int) -> bool:
         """Return whether the leader has spoken about an update."""
         return bool(self.head["decided"] >= update)
 
-    def decision(self) -> tuple[list[int], int, list[int], np.ndarray]:
-        """Return what `decide` was last given: included, stop, living, steps."""
+    def decision(self) -> Decision:
+        """Return what `decide` was last given."""
         self._block.fence()
         head = self.head
         included = [rank for rank, place in self._place.items() if head["included"][place]]
         living = np.flatnonzero(head["living"]).tolist()
-        return included, int(head["decided_stop"]), living, head["steps"].copy()
+        return Decision(included, Stop(head["decided_stop"]), living, head["steps"].copy())
 
     def publish(self, update: int, model: Tensor | None, healthy: bool, healed: bool, stop: int) -> None:
         """Say what gossip has made of the model after an update; None: nothing. `healthy`: it was finite before;

@@ -1,12 +1,13 @@
 """Gossip between groups of ranks: the ranks of a group average their gradients at each update and hold one model.
 
-The lowest living rank of a group, its *leader*, gossips for it. An update of a group:
+The lowest living rank of a group, its *leader*, gossips for it. An update of a group of two:
 
-1. *arrive*: each rank brings its gradient, and what it has heard of the end;
-2. *decide*: when all that live have arrived, the leader says whose gradients count, or that training ends here;
-3. *reduce*: each rank writes its slice of their mean, and then reads it whole (a reduce-scatter and an all-gather);
-4. all make the same step with it;
-5. *publish*: the leader sends and mixes as every rank of gossip does, and says what has become of the model.
+        the leader                                          the other
+    1   arrive: gradient, heard of the end ──▶ ◀──────────  arrive: gradient, heard of the end
+    2   decide, when all that live are here ─────────────▶  whose gradients count, or that training ends here
+    3   reduce: the mean, first half ──▶ ◀────────────────  reduce: the mean, second half; both read it whole
+    4   step                                                the same step
+    5   send and mix as every rank of gossip; publish ───▶  take over what has become of the model
 
 All waits are asleep; whoever waits looks for deaths, which its own data proxy is told of. What a rank that died has
 announced holds, and what it has not announced never happened: the next leader carries on from there, and writes the
@@ -30,7 +31,7 @@ from pala.comm.base import Communicator
 from pala.config import Config
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.exchange import GossipExchange
-from pala.exchange.group_memory import GroupMemory
+from pala.exchange.group_memory import Decision, GroupMemory
 from pala.exchange.groups import groups_of, members_of
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
@@ -69,15 +70,15 @@ class GroupedGossip(GossipExchange):
         self._known_steps = start.global_steps
         self._end = Stop.NONE  # why training ends on this rank
         self._all_end = False  # and on the others of its group, after the same update
-        self._is_closed = False
-        self._is_leading = comm.rank == self._members[0]
+        self._has_closed = False
+        self._gossips = comm.rank == self._members[0]
         self._num_published = 0  # mixes that all ranks of the group have
 
     # ---- what the loop asks ----------------------------------------------------------------------------------------
 
     @property
     def global_steps(self) -> int:
-        if self._is_closed or self._state.has_left:
+        if self._has_closed or self._state.has_left:
             return super().global_steps
         return self._known_steps
 
@@ -99,7 +100,7 @@ class GroupedGossip(GossipExchange):
         if self._end is Stop.NONE:
             self._end = self._state.budget.stop
         self._memory.end(self._end)
-        if self._leads and not self._all_end and not self._memory.is_decided(self._update + 1):
+        if self._is_leader and not self._all_end and not self._memory.is_decided(self._update + 1):
             self._decide(self._update + 1, (), self._end)
 
     def leave(self) -> bool:
@@ -123,12 +124,12 @@ class GroupedGossip(GossipExchange):
     def average_gradient(self, gradient: Tensor) -> bool:
         memory, rank = self._memory, self._comm.rank
         self._arrive(gradient)
-        self._wait_for_group(self._is_decided, "the gradients of its group")
+        self._wait_for_group(self._decide_if_leader, "the gradients of its group")
         if not self._take_decision():
             return False
         if len(self._members) > 1:
             memory.reduce_slice(self._update, rank, self._members)
-            self._wait_for_group(self._is_reduced, "the mean of its group's gradients")
+            self._wait_for_group(self._complete_mean, "the mean of its group's gradients")
             gradient.copy_(memory.mean)
         guilty = memory.not_finite(self._update, self._members)
         self.culprits = () if rank in guilty else guilty
@@ -137,8 +138,8 @@ class GroupedGossip(GossipExchange):
     def after_update(self, steps: int, healthy: bool) -> bool:
         self._has_updated = True
         self._count(steps)
-        self._wait_for_group(lambda: self._memory.is_published(self._update) or self._leads, "its leader's model")
-        self._is_published(healthy)  # a rank that leads by now has waits of its own
+        self._wait_for_group(lambda: self._memory.is_published(self._update) or self._is_leader, "its leader's model")
+        self._gossip_if_leader(healthy)  # a rank that leads by now has waits of its own
         return self._take_published(healthy)
 
     def _arrive(self, gradient: Tensor) -> None:
@@ -147,14 +148,14 @@ class GroupedGossip(GossipExchange):
         is_finite = math.isfinite(float(gradient.norm()))
         self._memory.arrive(self._update, gradient, is_finite, self._state.budget.stop)
 
-    def _is_decided(self) -> bool:
-        """Return whether the leader has spoken about this update; the leader speaks when it can."""
+    def _decide_if_leader(self) -> bool:
+        """Decide on this update, as its group's leader, when that can be done. Return whether it is decided."""
         update, memory = self._update, self._memory
         if self._interrupt.signal is not None:
             memory.end(Stop.SIGNAL)
         if memory.is_decided(update):
             return True
-        if not self._leads:
+        if not self._is_leader:
             return False
         here = [rank for rank in self._members if not self._is_gone(rank)]
         stop = max(memory.members[rank]["ends"] for rank in here)
@@ -167,39 +168,39 @@ class GroupedGossip(GossipExchange):
 
     def _decide(self, update: int, included: Sequence[int], stop: Stop) -> None:
         budget = self._state.budget
-        self._memory.decide(update, included, stop, budget.living, budget.steps_by_rank)
+        self._memory.decide(update, Decision(included, stop, budget.living, budget.steps_by_rank))
 
     def _take_decision(self) -> bool:
         """Take over what the leader has decided. False if training ends here. Raises PalaError if the group has taken
         this rank for dead."""
-        included, stop, living, steps = self._memory.decision()
-        self._trained_by = living
-        self._know(steps)
-        if stop:
-            self._end_together(Stop(stop))
+        decision = self._memory.decision()
+        self._trained_by = decision.living
+        self._know(decision.steps)
+        if decision.stop is not Stop.NONE:
+            self._end_together(decision.stop)
             return False
-        if self._comm.rank not in included:
+        if self._comm.rank not in decision.included:
             raise PalaError(
                 f"[rank {self._comm.rank}] its group has taken it for dead and continues without it. Its last "
                 "checkpoint is kept."
             )
-        self._members = included
+        self._members = decision.included
         return True
 
-    def _is_reduced(self) -> bool:
-        """Return whether the mean is whole; the leader writes the slices of ranks that have died."""
+    def _complete_mean(self) -> bool:
+        """Write the slices of ranks that have died, as the group's leader. Return whether the mean is whole."""
         for rank in self._members:
             if self._memory.members[rank]["reduced"] < self._update:
-                if not (self._leads and self._is_gone(rank)):
+                if not (self._is_leader and self._is_gone(rank)):
                     return False
                 self._memory.reduce_slice(self._update, rank, self._members)
         return True
 
-    def _is_published(self, healthy: bool) -> bool:
-        """Return whether the leader has said what became of the model; the leader gossips first."""
+    def _gossip_if_leader(self, healthy: bool) -> bool:
+        """Gossip for the group, if this rank leads it. Return whether the leader has said what became of the model."""
         if self._memory.is_published(self._update):
             return True
-        if self._leads:
+        if self._is_leader:
             self._gossip(healthy)
             return True
         return False
@@ -213,7 +214,7 @@ class GroupedGossip(GossipExchange):
                 f"[rank {self._comm.rank}] its model is no longer that of its group: one of them is not finite, so "
                 "memory was damaged. This rank ends; the others may continue."
             )
-        if not self._is_leading:
+        if not self._gossips:
             if has_model:
                 self._parameters.copy_(self._memory.model)
             self.driver.heals += healed
@@ -223,8 +224,8 @@ class GroupedGossip(GossipExchange):
 
     def _gossip(self, healthy: bool) -> None:
         """Send and mix as is due, as the group's leader, and publish what came of it. May wait."""
-        if not self._is_leading:
-            self._is_leading = True
+        if not self._gossips:
+            self._gossips = True
             self.driver.begin()
             living = [rank for rank in self._members if not self._is_gone(rank)]
             log(f"[rank {self._comm.rank}] gossips for its group from now on: {named(living)}.")
@@ -241,9 +242,10 @@ class GroupedGossip(GossipExchange):
     def close(self, timeout_s: float) -> Stop:
         if not self._all_end and not self._state.has_left:
             self._arrive_at_end()
-            self._wait_for_group(self._is_decided, "the end of its group", timeout_s)  # they are, or will be, at it
+            # The others are at it, or will be.
+            self._wait_for_group(self._decide_if_leader, "the end of its group", timeout_s)
         self._end = super().close(timeout_s)
-        self._is_closed = True
+        self._has_closed = True
         return self._end
 
     def metrics(self) -> dict[str, Any]:
@@ -269,7 +271,7 @@ class GroupedGossip(GossipExchange):
     # ---- the group -------------------------------------------------------------------------------------------------
 
     @property
-    def _leads(self) -> bool:
+    def _is_leader(self) -> bool:
         """Whether this rank is the lowest of its group that lives and trains, as far as it has heard."""
         return next((rank for rank in self._members if not self._is_gone(rank)), None) == self._comm.rank
 

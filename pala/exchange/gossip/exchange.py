@@ -61,7 +61,7 @@ class GossipExchange(ModelExchange):
         which it continues; it has to `join`. `groups`: see `StepBudget`."""
         super().__init__(comm, parameters, config, start, interrupt)
         self._polls_between_steps = False
-        self._is_closed = False  # by `average`
+        self._average_met_the_end = False  # and closed
         self._stays = False  # it was told to leave, and has told others, but is there at the end
         self._asks_again_s = 0.0  # who stays, when it was told to leave
         self._num_asks = 0
@@ -245,7 +245,7 @@ class GossipExchange(ModelExchange):
         self.driver.restart()
         if self._agree(timeout_s) is not Stop.NONE:
             self._transport.free()
-            self._is_closed = True
+            self._average_met_the_end = True
             return False
         self._parameters.copy_(self.final_parameters(timeout_s))
         with self.driver.lock:
@@ -256,7 +256,7 @@ class GossipExchange(ModelExchange):
         return True
 
     def close(self, timeout_s: float) -> Stop:
-        if not self._is_closed:
+        if not self._average_met_the_end:
             self._transport.close(timeout_s, self._interrupt)
             self.driver.finish()
             self._agree(timeout_s)
