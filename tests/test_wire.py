@@ -109,7 +109,7 @@ def test_parameters_arrive_bit_for_bit() -> None:
 
 HEADER = "<4sHBBBxxxIIQQdQ"
 FIELDS = ["magic", "version", "kind", "format", "stop", "sender", "ranks", "round", "signature", "weight", "parameters"]
-GOOD = [b"PALA", 1, 1, 1, 0, 3, RANKS, 12, SIGNATURE, 1.0, PARAMETERS]
+GOOD = [b"PALA", 2, 1, 1, 0, 3, RANKS, 12, SIGNATURE, 1.0, PARAMETERS]
 
 
 def with_field(name: str, value: object) -> np.ndarray:
@@ -122,7 +122,7 @@ def with_field(name: str, value: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("magic", b"PILA", "begins with"), ("version", 2, "version 2"),
+        ("magic", b"PILA", "begins with"), ("version", 1, "version 1"),
         ("format", 0, "format is 0"), ("format", 2, "format is 2"), ("format", 3, "format is 3"),
         ("kind", 0, "kind"), ("kind", 7, "kind"), ("kind", 2, "bytes"), ("stop", 9, "stop"),
         ("sender", RANKS, "rank"), ("ranks", RANKS + 1, "rank"), ("ranks", 2, "rank"),

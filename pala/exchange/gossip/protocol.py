@@ -319,13 +319,11 @@ class GossipProtocol(abc.ABC):
         if wants_whole:
             s.wants_whole.add(peer)
 
-    def _return_credit(self, s: GossipState, peer: int, weight: float = 1.0) -> list[Action]:
-        """Reply to a model that was thrown away; once training ends it is not needed. `weight`: the reason, where that
-        matters."""
+    def _return_credit(self, s: GossipState, peer: int) -> list[Action]:
+        """Reply to a model that was thrown away; once training ends it is not needed."""
         if s.budget.stop is not Stop.NONE:
             return []
-        reply = self._reply(s, Kind.CREDIT if s.has_model else Kind.ASK_WHOLE, peer)
-        return [SendControl(reply._replace(weight=weight), peer)]
+        return [SendControl(self._reply(s, Kind.CREDIT if s.has_model else Kind.ASK_WHOLE, peer), peer)]
 
     def _drop_parts(self, s: GossipState) -> list[Action]:
         """Empty the inbox of a rank that has no model. Parts, or models as old as its own, are of no use to it, and
