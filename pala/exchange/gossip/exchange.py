@@ -240,7 +240,7 @@ class GossipExchange(ModelExchange):
             return meeting.have_come()
 
         wait_asleep(all_are_here, timeout_s, self._interrupt, wait=meeting.wait)
-        self.driver.be_quiet(True)
+        self.driver.be_quiet()
         self._transport.pause(timeout_s, self._interrupt)
         self.driver.restart()
         if self._agree(timeout_s) is not Stop.NONE:
@@ -248,10 +248,7 @@ class GossipExchange(ModelExchange):
             self._average_met_the_end = True
             return False
         self._parameters.copy_(self.final_parameters(timeout_s))
-        with self.driver.lock:
-            self._state.healthy, self._state.returning, self._state.weight = True, False, 1.0
-            self._state.now_s = self._state.update_began_s = self._transport.now_s()  # it was not away
-        self.driver.be_quiet(False)
+        self.driver.averaged()
         self._transport.start(self.driver)
         return True
 

@@ -212,8 +212,7 @@ class Paired(GossipProtocol):
         fraction = 1.0 / (1 + num_offers)
         answers = [SendModel(self._answer(s, peer, fraction), (peer,), True) for peer in s.to_mix]
         s.to_mix.clear()
-        s.whole_came = s.gave_up = False
-        s.num_rejected = s.staleness = 0
+        self._has_mixed(s)
         return [*answers, Pull(fraction, num_offers)]
 
     def _void_offers(self, s: GossipState) -> list[Action]:

@@ -192,10 +192,16 @@ class GossipProtocol(abc.ABC):
             kept.clear()
         s.silent.clear()
         s.refusing.clear()
-        s.staleness = s.num_rejected = 0
-        s.rounds_due = 1
-        s.whole_came = s.gave_up = s.only_late_answers = False
+        s.rounds_due, s.only_late_answers = 1, False
+        self._has_mixed(s)
         return actions
+
+    def averaged(self, s: GossipState, now_s: float) -> None:
+        """Hold the average of all ranks' models from now on. The clock was not looked at meanwhile: this rank was not
+        away."""
+        s.now_s = s.update_began_s = now_s
+        s.weight = 1.0
+        self._took_model(s)
 
     def _begin_update(self, s: GossipState) -> None:
         if len(s.budget.leaders) == 1:  # nobody's model is newer; for a spare that joins it waits again
@@ -349,11 +355,20 @@ class GossipProtocol(abc.ABC):
         senders, received = list(s.to_mix), sum(s.to_mix.values())
         mix = Mix(s.weight, len(senders)) if s.has_model else Heal(len(senders))
         s.to_mix.clear()
-        s.healthy, s.asks_again_s, s.num_asked = True, math.inf, 0  # a rank that had no model has one now
-        s.whole_came = s.returning = s.gave_up = False
-        s.num_rejected = s.staleness = 0
         s.weight = self._mixing.gained(s.weight, received)
+        self._took_model(s)
         return [mix, *(SendControl(self._reply(s, Kind.CREDIT, peer), peer) for peer in senders if give_credit)]
+
+    def _took_model(self, s: GossipState) -> None:
+        """Note that this rank's model is of use, whatever it was before."""
+        s.healthy, s.returning = True, False
+        s.asks_again_s, s.num_asked = math.inf, 0
+        self._has_mixed(s)
+
+    def _has_mixed(self, s: GossipState) -> None:
+        """Begin to count again, with an empty inbox, how old this rank's model is."""
+        s.whole_came = s.gave_up = False
+        s.num_rejected = s.staleness = 0
 
     def _tell_stop(self, s: GossipState) -> list[Action]:
         if s.budget.stop is Stop.NONE:

@@ -81,7 +81,18 @@ class Offer(NamedTuple):
 @dataclass(slots=True, eq=False)
 class GossipState:
     """One rank's numbers, and sets and dicts of numbers. From `offers` to `refusing` they are the paired
-    exchange's; the last three are of ranks that leave."""
+    exchange's; the last three are of ranks that leave.
+
+    | time | set when | what follows |
+    |---|---|---|
+    | `waits_since_s` | a rank begins to wait | after `patience_s` it gives up, and continues without a mix |
+    | `sent_again_s` | then, and when it sends again | after `again_s` it sends its model once more |
+    | `asks_again_s` | it takes a place, or has waited `again_s` to heal | it asks for a whole model, each `again_s` |
+    | `lock.held_since_s` | a model leaves | after `patience_s` its receiver is silent |
+    | `now_s` | a look at the clock | if the next is `patience_s` later, this rank was away |
+
+    The first three are infinite otherwise.
+    """
 
     budget: StepBudget
     weight: float = 1.0  # of this rank's model
