@@ -139,7 +139,7 @@ def is_valid(data: bytes, node: Node) -> bool:
     }
     if any(of[name] != value for name, value in expected.items()):
         return False
-    if of["kind"] not in range(1, 12) or of["stop"] not in (0, 1, 2, 3) or of["sender"] >= RANKS:
+    if of["kind"] not in range(1, 12) or of["stop"] not in range(5) or of["sender"] >= RANKS:
         return False
     if not 0 < of["weight"] <= RANKS * (1 + 1e-9):
         return False
