@@ -1,9 +1,8 @@
 """Models of real ranks: flat parameters to packets of bytes and back, with the host memory that they lie in.
 
-    sent:      fill                     leaves             `paired`: an answer came          moved
-      parameters ──▶ snapshot (block) ──▶ free, or an offer ──▶ the difference, in its place ──▶ free
-    received:  memory_for                check         add                              mix
-      block ──────▶ message ──────▶ staged ──────▶ sum ──────▶ parameters
+    sent:      parameters ─ fill ─▶ snapshot ─ has left ─▶ free
+                                            └ is an offer ─▶ kept ─ answer came ─▶ difference ─ move ─▶ free
+    received:  block ─ check ─▶ staged ─ add ─▶ sum ─ mix ─▶ parameters
 
 | memory | blocks of a whole message |
 |---|---|
