@@ -37,7 +37,7 @@ from pala.exchange.base import average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.flat import FlatTensors, named_tensors, share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
-from pala.exchange.gossip.topology import DirectedGraph, PeerFunction, own_peers
+from pala.exchange.gossip.topology import DirectedGraph, PeerFunction, own_topology
 from pala.exchange.make import check_size
 from pala.exchange.momentum import Momentum
 from pala.system.errors import CollectiveError, PalaError
@@ -48,7 +48,6 @@ from pala.system.trace import Trace
 
 State = Mapping[str, Any] | None
 _CLOSE_S = 300.0  # how long a rank waits for the slowest where all meet, as in training
-_MOST_LOOKS = 10_000  # at `goes_on` without an update between them
 _LEAST_LATE_UPDATES = 10  # a loop that looks at `goes_on` after several updates makes some after the end
 _open: set[int] = set()  # ranks of this process, which are threads in tests, that are inside a block
 
@@ -72,7 +71,6 @@ class Gossip:
     _start = ExchangeState([])  # of the exchange
     _updates = 0
     _local_steps = 0
-    _num_looks = 0  # at `goes_on` since the last update
     _num_late = 0  # updates after training had ended
     _living: Sequence[int] = ()  # of whom `on_change` knows
     _heals = 0
@@ -126,7 +124,7 @@ class Gossip:
         except PalaError as error:
             raise PalaError(_in_words_of_the_call(error)) from None
         by_pairs = RULES[mixing].by_pairs
-        self._own_topology = None if isinstance(topology, str) else own_peers(topology, by_pairs)
+        self._own_topology = None if isinstance(topology, str) else own_topology(topology, by_pairs)
         self._every = _whole_number("every", every)
         self._on_change = on_change
         self._trace_folder = Path(trace or "")
@@ -173,6 +171,7 @@ class Gossip:
         if comm is None or comm.size == 1:
             self._start = _start_of(1, [self._loaded])
             return
+        comm.watch_signals(self._interrupt)
         self._living = range(comm.size)
         likeness = self._settings, self._every, self._own_topology and self._own_topology.likeness
         states = _begin_alike(comm, flat, likeness, self._loaded)
@@ -189,12 +188,10 @@ class Gossip:
         self._exchange = GossipExchange(
             comm,
             flat.data,
-            flat.signature,
-            self._settings.exchange,
+            self._settings,
             self._start,
             self._interrupt,
-            total_steps=self._settings.total_steps,
-            seed=self._settings.seed,
+            signature=flat.signature,
             num_exact=flat.num_exact,
             own_topology=self._own_topology,
         )
@@ -289,14 +286,8 @@ class Gossip:
     @property
     def goes_on(self) -> bool:
         """Whether to continue: False once all ranks together have made `total_steps`, or a signal or another rank ended
-        training. Raises PalaError before the block, and if it is asked again and again without an update."""
+        training. Raises PalaError before the block."""
         self._check_begun("goes_on")
-        self._num_looks += 1
-        if self._num_looks > _MOST_LOOKS:
-            raise PalaError(
-                f"[rank {self.rank}] 'goes_on' was asked {_MOST_LOOKS:,} times without an `after_update` between them: "
-                "call it on every rank after each optimiser step."
-            )
         if self._interrupt.signal is not None:
             if self._exchange is not None and self._exchange.stop is Stop.NONE:
                 self._exchange.stop_now(Stop.SIGNAL)
@@ -327,7 +318,6 @@ class Gossip:
             self._say_if_late()
         self._updates += 1
         self._local_steps += steps
-        self._num_looks = 0
         if self._momentum is not None:
             flat.gather()
             self._momentum.push_()

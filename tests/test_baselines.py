@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pala.comm.base import Communicator
-from pala.config import ExchangeConfig, catalogue
+from pala.config import Config, ExchangeConfig, catalogue
 from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.allreduce import AllReduce
 from pala.exchange.budget import ExchangeState, Stop
@@ -48,7 +48,7 @@ def trainer_of(kind: str) -> list[str]:
 
 
 def average_gradients(comm: Communicator) -> None:
-    exchange = AllReduce(comm, torch.zeros(10_007), 10**9, start_of(comm), Interrupt())
+    exchange = AllReduce(comm, torch.zeros(10_007), Config(total_steps=10**9), start_of(comm), Interrupt())
     gradients = np.random.default_rng(7).normal(size=(4, 3, 10_007)).astype(np.float32)
     gradients[3, 1, 5] = np.nan
     for of_ranks in gradients:
@@ -73,7 +73,7 @@ def mix_in_step(comm: Communicator, topology: str, senders: list[list[int]]) -> 
     x = np.random.default_rng(3).normal(size=(4, 1001))
     parameters = torch.from_numpy(x[comm.rank].astype(np.float32))
     config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=0)
-    exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
+    exchange = SharedMemory(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm), Interrupt())
     for round_ in range(5):
         x[:, round_] += np.arange(4)  # what the ranks learn
         parameters[round_] += comm.rank
@@ -102,7 +102,7 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
     rng = np.random.default_rng(comm.rank)
     parameters = torch.full((200_000,), float(comm.rank))
     config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=3)
-    exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
+    exchange = SharedMemory(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm), Interrupt())
     made = 0
     for update in range(300):
         if exchange.stop is not Stop.NONE:
@@ -121,7 +121,9 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
     assert bool(exchange.final_parameters(10).isfinite().all())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_HEALING_S", 0.3)  # instead of 300
-        exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
+        exchange = SharedMemory(
+            comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm), Interrupt()
+        )
         with pytest.raises(PalaError, match="no peer has sent finite ones"):
             exchange.after_update(1, healthy=False)
         comm.barrier()
@@ -132,7 +134,7 @@ def heal_twice_running(comm: Communicator) -> None:
 
     parameters = torch.full((100,), float(comm.rank))
     config = ExchangeConfig(kind="shared_memory", max_staleness=0)
-    exchange = SharedMemory(comm, parameters, config, 10**9, start_of(comm), Interrupt())
+    exchange = SharedMemory(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm), Interrupt())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_HEALING_S", 20.0)
         for update in range(6):
@@ -170,7 +172,9 @@ def test_ranks_that_need_healing_and_their_peers_never_wait_for_each_other_for_e
         rng = random.Random(comm.rank)
         parameters = torch.zeros(10)
         config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=max_staleness)
-        exchange = SharedMemory(comm, parameters, config, ranks * 60, start_of(comm), Interrupt())
+        exchange = SharedMemory(
+            comm, parameters, Config(total_steps=ranks * 60, exchange=config), start_of(comm), Interrupt()
+        )
         healed = 0
         while exchange.stop is Stop.NONE:
             sick = comm.rank > 0 and rng.random() < 0.3
@@ -196,7 +200,9 @@ def test_ranks_that_all_need_healing_hear_a_signal(monkeypatch: pytest.MonkeyPat
         if comm.rank == 1:
             threading.Timer(0.3, lambda: setattr(interrupt, "signal", signal.SIGTERM)).start()
         config = ExchangeConfig(kind="shared_memory", max_staleness=0)
-        exchange = SharedMemory(comm, torch.full((10,), float("nan")), config, 10**9, start_of(comm), interrupt)
+        exchange = SharedMemory(
+            comm, torch.full((10,), float("nan")), Config(total_steps=10**9, exchange=config), start_of(comm), interrupt
+        )
         return exchange.after_update(1, healthy=False), exchange.close(10)
 
     assert run_ranks(2, heal) == [(False, Stop.SIGNAL)] * 2

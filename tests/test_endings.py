@@ -516,7 +516,7 @@ def test_a_damaged_word_of_the_end_keeps_nobody_waiting_for_a_spare(
     monkeypatch.setattr(Job, "patience_s", 30.0)
     ranks = Ranks(2, with_spares(tmp_path, spares=1, steps=200))
     ranks.train()
-    assert "[rank 1] rejected a model from rank 0: it begins with" in capsys.readouterr().err
+    assert "[rank 1] rejected a message from rank 0: it begins with" in capsys.readouterr().err
     assert [result.status for result in ranks.results] == ["completed", "spared"] and ranks.record["completed"]
 
 

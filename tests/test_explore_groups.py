@@ -27,19 +27,21 @@ def case(members: int, updates: int, faults: str = "", most: int = 1, hears: str
 
 class LeadsWhileALowerLives(Member):
     @property
-    def _leads(self) -> bool:
+    def _is_leader(self) -> bool:
         return True
 
 
 class DecidesBeforeAllHaveArrived(Member):
     def waits_for_decision(self) -> Phase:
-        self._memory.has_arrived = lambda rank, update: True  # type: ignore[method-assign]
+        if self._is_leader and not self._memory.is_decided(self._update):
+            self._decide(self._update, self._members, Stop.NONE)
+            return Phase.TAKES_DECISION
         return super().waits_for_decision()
 
 
 class LeavesTheSlicesOfTheDead(Member):
-    def _is_reduced(self) -> bool:
-        return all(self._memory.is_reduced(rank, self._update) for rank in self._members)
+    def _complete_mean(self) -> bool:
+        return all(self._memory.members[rank]["reduced"] >= self._update for rank in self._members)
 
 
 class CopiesTheMeanTooEarly(Member):
@@ -49,7 +51,7 @@ class CopiesTheMeanTooEarly(Member):
 
 class TakesNoModel(Member):
     def _take_published(self, healthy: bool) -> bool:
-        self._is_leading = True
+        self._gossips = True
         return super()._take_published(healthy)
 
 
@@ -66,11 +68,11 @@ class KnowsBetterWhoLives(Member):
 
 
 class PublishesOnceMore(Member):
-    def _is_published(self, healthy: bool) -> bool:
-        if self._leads:
+    def _gossip_if_leader(self, healthy: bool) -> bool:
+        if self._is_leader:
             self._gossip(healthy)
             return True
-        return super()._is_published(healthy)
+        return super()._gossip_if_leader(healthy)
 
 
 class WaitsForWhoLeft(Member):
@@ -96,7 +98,7 @@ class EndsWithoutAWord(Member):
 class ArrivesForItself(Member):
     def _arrive(self, gradient: Tensor) -> None:
         super()._arrive(gradient)
-        if self._leads:
+        if self._is_leader:
             self._decide(self._update, [self._comm.rank], Stop.NONE)
 
 

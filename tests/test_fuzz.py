@@ -132,14 +132,14 @@ def is_valid(data: bytes, node: Node) -> bool:
     of = dict(zip(FIELDS, struct.unpack_from(HEADER, data), strict=True))
     expected = {
         "magic": b"PALA",
-        "version": 1,
+        "version": 2,
         "ranks": RANKS,
         "signature": SIGNATURE_ON_WIRE,
         "parameters": PARAMETERS,
     }
     if any(of[name] != value for name, value in expected.items()):
         return False
-    if of["kind"] not in range(1, 11) or of["stop"] not in (0, 1, 2, 3) or of["sender"] >= RANKS:
+    if of["kind"] not in range(1, 12) or of["stop"] not in range(5) or of["sender"] >= RANKS:
         return False
     if not 0 < of["weight"] <= RANKS * (1 + 1e-9):
         return False

@@ -103,25 +103,6 @@ def test_a_bfloat16_tensor_that_changes_its_shape() -> None:
         gossip.after_update(steps=1)
 
 
-def test_updates_on_one_rank_only() -> None:
-    """The rank that looks whether to continue again and again is told so; the other trains on."""
-
-    def main(comm: MemoryCommunicator) -> int:
-        model = zeros()
-        with Gossip(model, total_steps=10**9 if comm.size == 2 else 50, comm=comm) as gossip:
-            while gossip.goes_on:
-                add(model)
-                if comm.rank == 0:
-                    gossip.after_update(steps=1)
-                    if list(gossip.living) == [0]:
-                        break
-        return gossip.global_steps
-
-    first, error = run_ranks(2, main)
-    assert isinstance(first, int)
-    assert isinstance(error, PalaError) and "without an `after_update`" in str(error) and "[rank 1]" in str(error)
-
-
 def test_a_block_without_updates() -> None:
     def main(comm: MemoryCommunicator) -> int:
         model = zeros()

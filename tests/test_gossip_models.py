@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pala.comm.threaded import TICK_S
+from pala.exchange.base import average_of_ranks
 from pala.exchange.flat import FlatTensors, named_tensors
+from pala.exchange.gossip import exchange
 from pala.gossip import Gossip
 from pala.system.errors import PalaError
 from pala.testing import Fault, fail_at, fail_at_message, leave_at, run_ranks, signal_at
@@ -186,6 +190,31 @@ def averaging(comm: MemoryCommunicator, epochs: int = 6, **settings: Any) -> lis
             seen.append(float(model.get_parameter("bias").detach()[0]))
             assert epoch < epochs
     return [*seen, float(model.get_parameter("bias").detach()[0])]
+
+
+def test_a_rank_that_has_averaged_for_long_was_not_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience_s = 0.5
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        time.sleep(1.2 * patience_s)
+        return average_of_ranks(*arguments)
+
+    monkeypatch.setattr(exchange, "average_of_ranks", slow)
+
+    def main(comm: MemoryCommunicator) -> int:
+        model = zeros()
+        with Gossip(model, total_steps=10**6, patience_s=patience_s, comm=comm) as gossip:
+            for _ in range(5):
+                add(model)
+                gossip.after_update(steps=1)
+            assert gossip.average()
+            time.sleep(2 * TICK_S)  # its thread looks at the clock
+            add(model)
+            gossip.after_update(steps=1)
+            assert gossip._exchange is not None
+            return gossip._exchange.metrics()["waits_given_up"]
+
+    assert on_ranks(2, main) == [0, 0]
 
 
 @pytest.mark.parametrize("mixing", ["uniform", "paired"])

@@ -314,16 +314,19 @@ def gradient_of(columns: slice) -> torch.Tensor:
     return flat.gradient.clone()
 
 
+def exchange_of(comm: MemoryCommunicator, parameters: torch.Tensor) -> GroupedGossip:
+    """That of ranks in groups of two."""
+    config = Config(total_steps=10**6, exchange=ExchangeConfig(group=2))
+    return GroupedGossip(comm, parameters, config, ExchangeState([0] * comm.size), comm.interrupt)
+
+
 def test_two_ranks_of_a_group_have_the_gradient_of_one_with_twice_the_environments() -> None:
     halves = [gradient_of(slice(2)), gradient_of(slice(2, 4))]
     all_have_updated = threading.Barrier(4)
 
     def main(comm: MemoryCommunicator) -> torch.Tensor:
         gradient = halves[comm.rank % 2].clone() * (1 + comm.rank // 2)
-        exchange = GroupedGossip(
-            comm, torch.zeros_like(gradient), 1, ExchangeConfig(group=2), ExchangeState([0] * 4), comm.interrupt,
-            [0, 0, 1, 1], total_steps=10**6,
-        )  # fmt: skip
+        exchange = exchange_of(comm, torch.zeros_like(gradient))
         assert exchange.average_gradient(gradient) and not exchange.culprits
         assert exchange.after_update(10, healthy=True)
         all_have_updated.wait()
@@ -375,6 +378,50 @@ def test_a_group_whose_model_is_not_finite_takes_that_of_others(
     assert job.ended_well() and watch.are_one(0, 1) and watch.are_one(2, 3)
     assert bool(parameters(job.states()).isfinite().all())
     assert capsys.readouterr().err.count("they are replaced by what the peers sent") == 2
+
+
+def test_the_waits_of_a_group_are_in_its_timeline() -> None:
+    class Waits:
+        def __init__(self) -> None:
+            self.took_s = 0.0
+
+        def span(self, name: str, begin_s: float, end_s: float) -> None:
+            assert name == "wait"
+            self.took_s += end_s - begin_s
+
+    def main(comm: MemoryCommunicator) -> tuple[float, float]:
+        exchange, waits = exchange_of(comm, torch.zeros(3)), Waits()
+        exchange.trace = waits
+        for update in range(2):
+            time.sleep(0.05 * (comm.rank == update))  # each waits for the other
+            assert exchange.average_gradient(torch.zeros(3)) and exchange.after_update(1, healthy=True)
+        exchange.stop_now(Stop.CALLBACK)
+        exchange.close(60.0)
+        return waits.took_s, exchange.waited_s
+
+    for in_timeline, waited in run_ranks(2, main):
+        assert in_timeline == waited > 0.025
+
+
+def test_a_leader_that_was_away_heals_with_its_group() -> None:
+    """All members have to know: momentum begins again at all of them, or their models would part."""
+
+    def main(comm: MemoryCommunicator) -> list[int]:
+        exchange = exchange_of(comm, torch.zeros(3))
+        heals = []
+        for update in range(40):
+            exchange._state.returning |= update == 5 and comm.rank == 0
+            if not exchange.average_gradient(torch.zeros(3)):
+                break
+            time.sleep(0.001)
+            exchange.after_update(1, healthy=True)
+            heals.append(exchange.heals)
+        exchange.stop_now(Stop.CALLBACK)
+        exchange.close(60.0)
+        return heals
+
+    leader, member, *others = run_ranks(4, main)
+    assert leader == member and 1 in leader and others[0] == others[1] and not any(others[0])
 
 
 def test_a_rank_whose_model_is_not_that_of_its_group_ends(
@@ -432,13 +479,13 @@ class Deadly:
         self.rank, self.n, self.after, self._made = -1, 0, False, 0
         announce = GroupMemory._announce
 
-        def announced(memory: GroupMemory, row: np.ndarray, column: int, value: int) -> None:
+        def announced(memory: GroupMemory, row: np.void, word: str, value: int) -> None:
             if memory._rank == self.rank:
                 self._made += 1
             dies = memory._rank == self.rank and self._made == self.n
             if dies and not self.after:
                 comms[self.rank].die()
-            announce(memory, row, column, value)
+            announce(memory, row, word, value)
             if dies:
                 comms[self.rank].die()
 
@@ -538,14 +585,14 @@ class Announcements:
         self._comms: dict[int, MemoryCommunicator] = {}
         announce = GroupMemory._announce
 
-        def announced(memory: GroupMemory, row: np.ndarray, column: int, value: int) -> None:
+        def announced(memory: GroupMemory, row: np.void, word: str, value: int) -> None:
             rank = memory._rank
             self._made[rank] += 1
             if self._made[rank] >= self.dies_at.get(rank, math.inf) and rank in self._comms:
                 self._comms[rank].die()
             if self._late[rank].random() < 0.05:
                 time.sleep(self._late[rank].uniform(0, 0.01))
-            announce(memory, row, column, value)
+            announce(memory, row, word, value)
 
         monkeypatch.setattr(GroupMemory, "_announce", announced)
 

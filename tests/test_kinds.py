@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import typing
 from dataclasses import replace
+from pkgutil import resolve_name
 
 import pytest
 
 from pala.a2c.learning_rate import learning_rate
 from pala.config import Config, ExchangeConfig, facts_of
 from pala.config.catalogue import KINDS, RULES, TOPOLOGIES, kind_of
+from pala.exchange.base import ModelExchange
 
 
 def test_every_kind_of_the_configuration_has_a_row() -> None:
@@ -24,6 +26,7 @@ def test_a_row_names_settings_and_values_that_there_are(name: str) -> None:
     for setting, values in kind.allows.items():
         choices = typing.get_args(hints[setting])
         assert all(value in choices or type(value) in choices for value in values)
+    assert issubclass(resolve_name(kind.made_by), ModelExchange)
     assert kind.default_topology in typing.get_args(hints["topology"])
     if "topology" in kind.allows:
         assert kind.default_topology in kind.allows["topology"]

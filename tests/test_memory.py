@@ -35,7 +35,7 @@ from pala.evaluation import evaluate as evaluate_program
 from pala.evaluation.policy import policy_of
 from pala.evaluation.scoring import Acting, evaluate
 from pala.exchange import make as make_module
-from pala.exchange.base import Exchange, average_of_ranks
+from pala.exchange.base import average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import GossipExchange
@@ -44,7 +44,6 @@ from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState
 from pala.exchange.make import make_exchange
 from pala.exchange.none import NoExchange
-from pala.exchange.shared_memory import SharedMemory
 from pala.job import start
 from pala.job.rank import run_rank
 from pala.job.request import Request, Result
@@ -197,7 +196,7 @@ def test_a_rival_makes_no_pass_that_it_does_not_need(kind: str, ranks: int, expe
     def main(comm: MemoryCommunicator) -> tuple[list[str], Tensor]:
         parameters, gradient = torch.full((2, 1000), float(comm.rank))
         start = ExchangeState([0] * ranks)
-        exchange = make_exchange(comm, parameters, 0, config, start, comm.interrupt)
+        exchange = make_exchange(comm, parameters, config, start, comm.interrupt)
         for _ in range(2):  # the first mix is measured
             with Passes(1000) as passes:
                 exchange.average_gradient(gradient)
@@ -216,7 +215,7 @@ def test_one_mix_in_eight_is_measured_however_often_records_are_written() -> Non
     config = Config(exchange=ExchangeConfig("shared_memory", max_staleness=0))
 
     def main(comm: MemoryCommunicator) -> list[int]:
-        exchange = make_exchange(comm, torch.zeros(10), 0, config, ExchangeState([0] * 2), comm.interrupt)
+        exchange = make_exchange(comm, torch.zeros(10), config, ExchangeState([0] * 2), comm.interrupt)
         measured = list[int]()
         for update in range(24):
             exchange.after_update(1, healthy=True)
@@ -322,12 +321,7 @@ def test_a_rank_that_made_no_update_does_not_count_in_the_policy(
 
     def main(comm: MemoryCommunicator) -> Tensor:
         parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, kind, steps=2 * made + 10)
-        start = ExchangeState([made, made])
-        exchange: Exchange = (
-            GossipExchange(comm, parameters, 1, config.exchange, start, comm.interrupt, total_steps=config.total_steps)
-            if kind == "gossip"
-            else SharedMemory(comm, parameters, config.exchange, config.total_steps, start, comm.interrupt)
-        )
+        exchange = make_exchange(comm, parameters, config, ExchangeState([made, made]), comm.interrupt)
         if comm.rank == 0:
             exchange.after_update(10, healthy=True)
         else:
@@ -344,7 +338,8 @@ def test_of_independent_learners_the_first_that_has_trained_gives_the_policy() -
     """Where a callback ends training before the first has made an update. After the end the steps of all are known."""
 
     def main(comm: MemoryCommunicator) -> tuple[Tensor, bool]:
-        exchange = NoExchange(comm, torch.full((5,), float(comm.rank)), 100, ExchangeState([0, 0]), comm.interrupt)
+        start, config = ExchangeState([0, 0]), Config(total_steps=100)
+        exchange = NoExchange(comm, torch.full((5,), float(comm.rank)), config, start, comm.interrupt)
         exchange.listen()
         if comm.rank == 1:
             exchange.after_update(10, healthy=True)
@@ -767,7 +762,7 @@ def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsy
     trained = train(3, config, [corrupt(1, 2, n) for n in damaged], on_count=stop_when(1, 2, updates=60))
     assert stopped_well(trained, but_for=[])
     said = [line for line in capsys.readouterr().err.splitlines() if "rejected" in line]
-    assert len(said) == 1 and said[0].startswith("[rank 2] rejected a model from rank 1: it begins with")
+    assert len(said) == 1 and said[0].startswith("[rank 2] rejected a message from rank 1: it begins with")
     assert trained.total("models_refused", rank=2) == trained.total("models_refused") == len(damaged)
     assert bool(parameters(trained.states()).isfinite().all())
 
@@ -808,7 +803,7 @@ def test_nan_is_refused_and_healed(
     trained = train(3, config, on_count=stop_when(1, updates=40))
     assert stopped_well(trained, but_for=[])
     said = capsys.readouterr().err
-    assert "rejected a model from rank 1: it holds NaN" in said and "rejected a model from rank 0" not in said
+    assert "rejected a message from rank 1: it holds NaN" in said and "rejected a model from rank 0" not in said
     assert "the parameters were not finite either; they are replaced by what the peers sent" in said
     assert trained.total("models_refused") >= 1
     assert bool(parameters(trained.states()).isfinite().all())

@@ -79,6 +79,6 @@ def test_damaged_offers_and_answers_are_refused_and_leave_nobody_waiting(
     trained = train(3, config, meet_the_first(3, kind, sender, receiver, np.invert))
     assert trained.ended_well()
     said = [line for line in capsys.readouterr().err.splitlines() if "rejected" in line]
-    assert any(line.startswith(f"[rank {receiver}] rejected a model from rank {sender}: it begins") for line in said)
+    assert any(line.startswith(f"[rank {receiver}] rejected a message from rank {sender}: it begins") for line in said)
     assert trained.total("models_refused", rank=receiver) == 3 and trained.total("models_mixed") > 10
     assert bool(parameters(trained.states()).isfinite().all())

@@ -38,6 +38,7 @@ from pala.comm.base import Received
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.messages import (
+    CREDITS,
     Accept,
     Action,
     Clear,
@@ -51,7 +52,7 @@ from pala.exchange.gossip.messages import (
     SendControl,
     SendModel,
 )
-from pala.exchange.gossip.paired import CROSSED, Paired
+from pala.exchange.gossip.paired import Paired
 from pala.exchange.wire import Format, Message
 from support.gossip import Rank, protocol, told, update, waits
 
@@ -208,9 +209,9 @@ def test_a_spare_that_joins_refuses_no_offer() -> None:
 def test_of_two_that_offer_to_each_other_the_lower_refuses_and_the_higher_answers() -> None:
     low, high = paired(0, 2), paired(1, 2)
     ((_, lows),), ((_, highs),) = offered(update(low)), offered(update(high))
-    assert refused(offer_came(low, 1, highs)) == [(1, highs, Kind.CREDIT)]
+    assert refused(offer_came(low, 1, highs)) == [(1, highs, Kind.CROSSED)]
     assert offer_came(high, 0, lows) == [Accept(1.0)]
-    assert came(high, Kind.CREDIT, 0, highs) == [Close(0)] and high.lock.is_free(0)
+    assert came(high, Kind.CROSSED, 0, highs) == [Close(0)] and high.lock.is_free(0)
     assert answered(update(high)) == [(0, lows, 0.5)]
     assert answer_came(low, 1, lows) == [Keep(1)]
     assert moved(update(low)) == [Move(1, 0.5)]
@@ -279,7 +280,7 @@ def test_who_is_refused_in_the_middle_of_an_update_offers_at_its_end() -> None:
 
 def test_replies_to_other_offers_are_ignored() -> None:
     p, peer, number = with_offer(size=4)
-    for kind in (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE):
+    for kind in (Kind.ANSWER, *CREDITS):
         assert came(p, kind, peer, number - 1 or 99) == [], "of another number"
         assert came(p, kind, 3, number) == [], "of somebody who got no offer"
     assert answer_came(p, peer, 0) == [], "an answer is to one offer; only a refusal may mean any"
@@ -390,6 +391,19 @@ def test_a_rank_that_heals_drops_the_answers_that_it_has_not_moved_by() -> None:
     assert moved(update(p)) == []
 
 
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_rank_that_begins_again_after_an_average_keeps_nothing_of_before(is_away: bool) -> None:
+    p, peer, number = with_offer(patience_s=5.0)
+    answer_came(p, peer, number)
+    offer_came(p, 2, whole=False)
+    if is_away:
+        p.clock(60.0)
+    forgotten = [Clear(), Close(peer)] if is_away else [Move(peer, 0.5), Clear()]
+    assert p.restart() == forgotten and not (p.to_mix or p.answers or p.stale or p.offers)
+    p.state.returning = False  # it has the average
+    assert moved(update(p, 60.0)) == []
+
+
 def test_a_rank_without_a_model_refuses_parts_and_asks_for_whole_ones() -> None:
     p = paired(0, 4)
     assert offered(update(p, healthy=False)) == []
@@ -492,7 +506,7 @@ def test_who_has_mixed_in_step_makes_no_offer_but_to_who_needs_a_model() -> None
 
 def test_who_is_refused_in_step_waits_only_for_an_offer_that_has_crossed_its_own() -> None:
     replies = {
-        "crossed": lambda p, number: came(p, Kind.CREDIT, 0, number, weight=CROSSED),
+        "crossed": lambda p, number: came(p, Kind.CROSSED, 0, number),
         "was too old": lambda p, number: came(p, Kind.CREDIT, 0, number),
         "has no model": lambda p, number: came(p, Kind.ASK_WHOLE, 0, number),
         "could not read it": lambda p, number: came(p, Kind.CREDIT, 0, 0),

@@ -97,6 +97,19 @@ def test_the_next_training_of_a_process_counts_its_waits_on(standing: StandingRa
         assert after == before + 1 > 1
 
 
+def speaks_after_a_death(comm: Any) -> bool:
+    """Whether this rank names who is missing, if rank 0 has told that it waits, and has died since."""
+    call = type(comm._roll_call)(comm.mpi)
+    wait = call.wait(dead={0})
+    call._reached[0] = call._number
+    return wait.is_first()
+
+
+@pytest.mark.mpi
+def test_who_has_died_since_it_waited_is_no_longer_the_first(standing: StandingRanks, tmp_path: Path) -> None:
+    assert standing.run(3, speaks_after_a_death, cwd=tmp_path).values[1]
+
+
 INHERITED = """
 import os, subprocess, sys
 from mpi4py import MPI

@@ -131,7 +131,7 @@ def test_nan_on_one_rank_is_refused_reported_and_healed(
     arguments = [*CARTPOLE, "--total-steps", "100000000", "--run.name", "r", "--exchange.compression", compression]
     done = standing.run(3, train_poisoned, arguments, cwd=tmp_path)
     assert done.status == 0, done.output
-    assert re.search(r"\[rank [02]\] rejected a model from rank 1: it holds NaN", done.output)
+    assert re.search(r"\[rank [02]\] rejected a message from rank 1: it holds NaN", done.output)
     assert re.search(r"\[rank 1\] update 8\d: the parameters were not finite either; they are replaced", done.output)
     run = tmp_path / "runs" / "r"
     assert all(bool(parameters_of(run, rank).isfinite().all()) for rank in range(3))

@@ -109,7 +109,7 @@ def test_parameters_arrive_bit_for_bit() -> None:
 
 HEADER = "<4sHBBBxxxIIQQdQ"
 FIELDS = ["magic", "version", "kind", "format", "stop", "sender", "ranks", "round", "signature", "weight", "parameters"]
-GOOD = [b"PALA", 1, 1, 1, 0, 3, RANKS, 12, SIGNATURE, 1.0, PARAMETERS]
+GOOD = [b"PALA", 2, 1, 1, 0, 3, RANKS, 12, SIGNATURE, 1.0, PARAMETERS]
 
 
 def with_field(name: str, value: object) -> np.ndarray:
@@ -122,7 +122,7 @@ def with_field(name: str, value: object) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("magic", b"PILA", "begins with"), ("version", 2, "version 2"),
+        ("magic", b"PILA", "begins with"), ("version", 1, "version 1"),
         ("format", 0, "format is 0"), ("format", 2, "format is 2"), ("format", 3, "format is 3"),
         ("kind", 0, "kind"), ("kind", 7, "kind"), ("kind", 2, "bytes"), ("stop", 9, "stop"),
         ("sender", RANKS, "rank"), ("ranks", RANKS + 1, "rank"), ("ranks", 2, "rank"),
@@ -360,17 +360,19 @@ def test_the_mean_has_left_pinned_memory_for_the_gpu_when_mix_returns() -> None:
     """The next model overwrites it, though the GPU may still be busy with what came before."""
     device = torch.device("cuda")
     into = receive_buffer(device)
-    assert all(block.is_pinned() for block in into._blocks)
+    blocks = [into._block]
     parameters, busy = torch.zeros(PARAMETERS, device=device), torch.randn(4096, 4096, device=device)
     for models in (4, 1):
         parameters.zero_()
         for value in range(1, models + 1):
             assert receive(into, encoded(message(sender=value), torch.full((PARAMETERS,), float(value)))) is None
             into.add(1.0)
+            blocks.append(into._block)
+        assert all(block.is_pinned() for block in blocks)
         for _ in range(20):
             busy = busy @ busy.clamp(-1e-3, 1e-3)
         into.codec.mix(parameters, own_weight=1.0)
-        for block in into._blocks:
+        for block in blocks:
             block.fill_(255)
         expected = sum(range(models + 1)) / (models + 1)
         torch.testing.assert_close(parameters, torch.full((PARAMETERS,), expected, device=device))

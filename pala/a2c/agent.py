@@ -75,8 +75,15 @@ class A2CAgent(Agent[ModelExchange]):
         return self.a2c.tensors, {"num_squares": self.a2c.num_squares}
 
     def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> ModelExchange:
+        flat = self.flat
         return make_exchange(
-            comm, self.flat.data, self.flat.signature, self.config, self.start, interrupt, self.flat.num_moments
+            comm,
+            flat.data,
+            self.config,
+            self.start,
+            interrupt,
+            signature=flat.signature,
+            num_exact=flat.num_moments,
         )
 
     def wake_exchange(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
@@ -84,12 +91,10 @@ class A2CAgent(Agent[ModelExchange]):
         exchange = GossipExchange(
             comm,
             flat.data,
-            flat.signature,
-            self.config.exchange,
-            None,
+            self.config,
+            sleeping.driver.state.kept(),
             interrupt,
-            total_steps=self.config.total_steps,
-            seed=self.config.seed,
+            signature=flat.signature,
             num_exact=flat.num_moments,
             slept=sleeping,
         )

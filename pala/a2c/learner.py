@@ -89,12 +89,7 @@ class Learner(Loop):
     def _rollout(self) -> tuple[Rollout, Tensor] | None:
         """Play a rollout; return it and V after its last step [B], or None if training ends meanwhile."""
         played = self._play()
-        if self._is_to_end:
-            if self._exchange.stop is not Stop.NONE:
-                # It stops already, but what was exchanged in the rollout is owed to the model: now it is moved.
-                self._exchange.stop_now(self._exchange.stop)
-            return None
-        return played
+        return None if self._is_to_end else played
 
     @property
     def _is_to_end(self) -> bool:

@@ -110,8 +110,8 @@ class Receiver(abc.ABC):
 
 
 class Transport(abc.ABC):
-    """Messages of one rank. Making one is collective, pausing and closing it too; nothing else here is, and nothing
-    waits."""
+    """Messages of one rank. To make, pause, free and close one is collective, and so is `meeting`. Only `pause`,
+    `close` and `wait_until_sent` wait."""
 
     @abc.abstractmethod
     def start(self, receiver: Receiver) -> None:

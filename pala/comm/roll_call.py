@@ -74,9 +74,9 @@ class RollCall:
                 self._comm.Recv(bytearray(_NUMBER_BYTES), rank, _TAG)
             self._taken[rank] = told[rank]
 
-    def is_first(self) -> bool:
-        """Return whether no lower rank has told that it waits, as far as `missing` has heard."""
-        return not any(map(self._waits, range(self.rank)))
+    def is_first(self, dead: Set[int]) -> bool:
+        """Return whether no lower rank that lives has told that it waits, as far as `missing` has heard."""
+        return not any(self._waits(rank) for rank in range(self.rank) if rank not in dead)
 
     def _waits(self, rank: int) -> bool:
         return self._reached.get(rank, 0) >= self._number
@@ -111,7 +111,7 @@ class _Wait(WaitForRanks):
         return [rank for rank in missing if rank not in self._dead]
 
     def is_first(self) -> bool:
-        return self._call.is_first()
+        return self._call.is_first(self._dead)
 
 
 def _is_done(request: MPI.Request) -> bool:

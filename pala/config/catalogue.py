@@ -25,6 +25,8 @@ class ExchangeKind:
     """A way of training on several ranks: a value of `exchange.kind`."""
 
     name: str
+    made_by: str = ""
+    """Module and class of its `ModelExchange`, loaded where a run names it; none of a kind that an algorithm makes."""
     allows: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Field of `ExchangeConfig` -> its only allowed values; any value of a field that is not here."""
     default_topology: str = "random"
@@ -52,17 +54,18 @@ class ExchangeKind:
 
 
 _KINDS = (
-    ExchangeKind("gossip", outlives_ranks=True, replaces_ranks=True),
+    ExchangeKind("gossip", "pala.exchange.gossip.exchange:GossipExchange", outlives_ranks=True, replaces_ranks=True),
     ExchangeKind(
         "shared_memory",
+        "pala.exchange.shared_memory:SharedMemory",
         one_host=True,
         default_topology="ring",
         allows={"topology": ("auto", "ring", "complete"), **_WHOLE_MODELS},
     ),
-    ExchangeKind("allreduce", averages_gradients=True, allows=_WHOLE_MODELS),
+    ExchangeKind("allreduce", "pala.exchange.allreduce:AllReduce", averages_gradients=True, allows=_WHOLE_MODELS),
     # Allows gossip's settings without reading them: the benchmark measures it beside gossip, with the same ones. Not
     # groups, whose ranks would be expected to hold one model.
-    ExchangeKind("none", independent=True, outlives_ranks=True, allows=_NO_GROUPS),
+    ExchangeKind("none", "pala.exchange.none:NoExchange", independent=True, outlives_ranks=True, allows=_NO_GROUPS),
 )
 KINDS: Mapping[str, ExchangeKind] = {kind.name: kind for kind in _KINDS}
 
@@ -155,10 +158,6 @@ class Topology:
         if self.offset is None:
             return tuple(peer for peer in living if peer != rank)
         return (living[(living.index(rank) + self.offset(n, round_, seed)) % n],)
-
-    def num_in_peers(self, num_living: int) -> int:
-        """Return how many models complete one round of receiving."""
-        return num_living - 1 if self.offset is None else min(1, num_living - 1)
 
 
 def _random(n: int, round_: int, seed: int) -> int:

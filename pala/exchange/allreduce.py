@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pala.comm.base import Communicator
+from pala.config import Config
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.interrupt import Interrupt
@@ -31,18 +32,22 @@ class AllReduce(ModelExchange):
     num_models = 1
 
     def __init__(
-        self, comm: Communicator, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
+        self,
+        comm: Communicator,
+        parameters: Tensor,
+        config: Config,
+        start: ExchangeState,
+        interrupt: Interrupt,
+        **_: int,
     ) -> None:
         """`parameters`: equal on all ranks."""
-        self._comm = comm
-        self._parameters = parameters
-        self._interrupt = interrupt
+        super().__init__(comm, parameters, config, start, interrupt)
         self._buffer = torch.zeros(parameters.numel() + 2 + comm.size, pin_memory=parameters.is_cuda)
         self._gradient, self._words = self._buffer.split((parameters.numel(), 2 + comm.size))
         self._ends, self._signals, self._not_finite = self._words.split((1, 1, comm.size))
         self.message_bytes = self._buffer.nbytes
         self._steps_by_rank, self._base_steps = np.array(start.steps_by_rank, np.uint64), start.base_steps
-        self._budget_steps = budget_steps
+        self._budget_steps = config.total_steps
         self._stop, self._all_know = Stop.NONE, False
         self._deaths = comm.deaths()
         self._check_budget()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pala.comm.base import Communicator, Survivors
+from pala.config import Config
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.errors import EndError
 from pala.system.interrupt import LEAVE, Interrupt
@@ -189,6 +190,24 @@ class ModelExchange(Exchange):
     """The exchange of A2C: between two updates, the learner's parameters pass through here."""
 
     culprits: Sequence[int] = ()  # other ranks whose gradients made the last average not finite
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: Tensor,
+        config: Config,
+        start: ExchangeState,
+        interrupt: Interrupt,
+        *,
+        signature: int = 0,
+        num_exact: int = 0,
+    ) -> None:
+        """Exchange from now on. Collective.
+
+        `parameters`: flat float32, changed in place, on the learner's thread alone; the last `num_exact` are never
+        rounded or left out, and are no part of distances. `signature`: checksum of the network's layout, equal on all
+        ranks."""
+        self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
 
     @property
     def num_learners(self) -> int:

@@ -1,12 +1,13 @@
 """Gossip between groups of ranks: the ranks of a group average their gradients at each update and hold one model.
 
-The lowest living rank of a group, its *leader*, gossips for it. An update of a group:
+The lowest living rank of a group, its *leader*, gossips for it. An update of a group of two:
 
-1. *arrive*: each rank brings its gradient, and what it has heard of the end;
-2. *decide*: when all that live have arrived, the leader says whose gradients count, or that training ends here;
-3. *reduce*: each rank writes its slice of their mean, and then reads it whole (a reduce-scatter and an all-gather);
-4. all make the same step with it;
-5. *publish*: the leader sends and mixes as every rank of gossip does, and says what has become of the model.
+        the leader                                          the other
+    1   arrive: gradient, heard of the end ──▶ ◀──────────  arrive: gradient, heard of the end
+    2   decide, when all that live are here ─────────────▶  whose gradients count, or that training ends here
+    3   reduce: the mean, first half ──▶ ◀────────────────  reduce: the mean, second half; both read it whole
+    4   step                                                the same step
+    5   send and mix as every rank of gossip; publish ───▶  take over what has become of the model
 
 All waits are asleep; whoever waits looks for deaths, which its own data proxy is told of. What a rank that died has
 announced holds, and what it has not announced never happened: the next leader carries on from there, and writes the
@@ -27,11 +28,11 @@ from torch import Tensor
 
 from pala.comm.agreement import collectively
 from pala.comm.base import Communicator
-from pala.config import ExchangeConfig
+from pala.config import Config
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.exchange import GossipExchange
-from pala.exchange.group_memory import GroupMemory
-from pala.exchange.groups import members_of
+from pala.exchange.group_memory import Decision, GroupMemory
+from pala.exchange.groups import groups_of, members_of
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.output import log
@@ -48,33 +49,20 @@ class GroupedGossip(GossipExchange):
         self,
         comm: Communicator,
         parameters: Tensor,
-        signature: int,
-        settings: ExchangeConfig,
+        config: Config,
         start: ExchangeState,
         interrupt: Interrupt,
-        groups: Sequence[int],
         *,
-        total_steps: int,
-        seed: int = 0,
+        signature: int = 0,
         num_exact: int = 0,
     ) -> None:
-        """Gossip as `GossipExchange` does. `groups`: number of each rank's group; the parameters are equal within each.
-        Collective."""
-        self._groups = groups
-        self._members: Sequence[int] = members_of(groups)[groups[comm.rank]]  # those of the newest decision
+        """Gossip as `GossipExchange` does. The parameters are equal within each group. Collective."""
+        self._groups: Sequence[int] = groups_of(comm.allgather(comm.host), config.exchange.group)
+        self._members: Sequence[int] = members_of(self._groups)[self._groups[comm.rank]]  # those of the newest decision
         everybody = self._members
         self._memory = collectively(comm, lambda: GroupMemory(comm, everybody, parameters.numel()))
         super().__init__(
-            comm,
-            parameters,
-            signature,
-            settings,
-            start,
-            interrupt,
-            total_steps=total_steps,
-            seed=seed,
-            num_exact=num_exact,
-            groups=groups,
+            comm, parameters, config, start, interrupt, signature=signature, num_exact=num_exact, groups=self._groups
         )
         self._update = 0  # that the group makes, or has made last
         self._made = np.array(start.steps_by_rank, np.uint64)  # steps of every rank, those of this group exactly
@@ -82,15 +70,15 @@ class GroupedGossip(GossipExchange):
         self._known_steps = start.global_steps
         self._end = Stop.NONE  # why training ends on this rank
         self._all_end = False  # and on the others of its group, after the same update
-        self._is_closed = False
-        self._is_leading = comm.rank == self._members[0]
+        self._has_closed = False
+        self._gossips = comm.rank == self._members[0]
         self._num_published = 0  # mixes that all ranks of the group have
 
     # ---- what the loop asks ----------------------------------------------------------------------------------------
 
     @property
     def global_steps(self) -> int:
-        if self._is_closed or self._state.has_left:
+        if self._has_closed or self._state.has_left:
             return super().global_steps
         return self._known_steps
 
@@ -112,7 +100,7 @@ class GroupedGossip(GossipExchange):
         if self._end is Stop.NONE:
             self._end = self._state.budget.stop
         self._memory.end(self._end)
-        if self._leads and not self._all_end and not self._memory.is_decided(self._update + 1):
+        if self._is_leader and not self._all_end and not self._memory.is_decided(self._update + 1):
             self._decide(self._update + 1, (), self._end)
 
     def leave(self) -> bool:
@@ -136,12 +124,12 @@ class GroupedGossip(GossipExchange):
     def average_gradient(self, gradient: Tensor) -> bool:
         memory, rank = self._memory, self._comm.rank
         self._arrive(gradient)
-        self._wait_for_group(self._is_decided, "the gradients of its group")
+        self._wait_for_group(self._decide_if_leader, "the gradients of its group")
         if not self._take_decision():
             return False
         if len(self._members) > 1:
             memory.reduce_slice(self._update, rank, self._members)
-            self._wait_for_group(self._is_reduced, "the mean of its group's gradients")
+            self._wait_for_group(self._complete_mean, "the mean of its group's gradients")
             gradient.copy_(memory.mean)
         guilty = memory.not_finite(self._update, self._members)
         self.culprits = () if rank in guilty else guilty
@@ -150,8 +138,8 @@ class GroupedGossip(GossipExchange):
     def after_update(self, steps: int, healthy: bool) -> bool:
         self._has_updated = True
         self._count(steps)
-        if not self._is_published(healthy):
-            self._wait_for_group(lambda: self._is_published(healthy), "its leader's model")
+        self._wait_for_group(lambda: self._memory.is_published(self._update) or self._is_leader, "its leader's model")
+        self._gossip_if_leader(healthy)  # a rank that leads by now has waits of its own
         return self._take_published(healthy)
 
     def _arrive(self, gradient: Tensor) -> None:
@@ -160,59 +148,59 @@ class GroupedGossip(GossipExchange):
         is_finite = math.isfinite(float(gradient.norm()))
         self._memory.arrive(self._update, gradient, is_finite, self._state.budget.stop)
 
-    def _is_decided(self) -> bool:
-        """Return whether the leader has spoken about this update; the leader speaks when it can."""
+    def _decide_if_leader(self) -> bool:
+        """Decide on this update, as its group's leader, when that can be done. Return whether it is decided."""
         update, memory = self._update, self._memory
         if self._interrupt.signal is not None:
             memory.end(Stop.SIGNAL)
         if memory.is_decided(update):
             return True
-        if not self._leads:
+        if not self._is_leader:
             return False
         here = [rank for rank in self._members if not self._is_gone(rank)]
-        stop = max(memory.ends(rank) for rank in here)
+        stop = max(memory.members[rank]["ends"] for rank in here)
         if not stop:
-            if not all(memory.has_arrived(rank, update) for rank in here):
+            if any(memory.members[rank]["arrived"] < update for rank in here):
                 return False
-            stop = max(memory.heard(rank) for rank in here)
+            stop = max(memory.members[rank]["heard"] for rank in here)
         self._decide(update, here, Stop(stop))
         return True
 
     def _decide(self, update: int, included: Sequence[int], stop: Stop) -> None:
         budget = self._state.budget
-        self._memory.decide(update, included, stop, budget.living, budget.steps_by_rank)
+        self._memory.decide(update, Decision(included, stop, budget.living, budget.steps_by_rank))
 
     def _take_decision(self) -> bool:
         """Take over what the leader has decided. False if training ends here. Raises PalaError if the group has taken
         this rank for dead."""
-        included, stop, living, steps = self._memory.decision()
-        self._trained_by = living
-        self._know(steps)
-        if stop:
-            self._end_together(Stop(stop))
+        decision = self._memory.decision()
+        self._trained_by = decision.living
+        self._know(decision.steps)
+        if decision.stop is not Stop.NONE:
+            self._end_together(decision.stop)
             return False
-        if self._comm.rank not in included:
+        if self._comm.rank not in decision.included:
             raise PalaError(
                 f"[rank {self._comm.rank}] its group has taken it for dead and continues without it. Its last "
                 "checkpoint is kept."
             )
-        self._members = included
+        self._members = decision.included
         return True
 
-    def _is_reduced(self) -> bool:
-        """Return whether the mean is whole; the leader writes the slices of ranks that have died."""
+    def _complete_mean(self) -> bool:
+        """Write the slices of ranks that have died, as the group's leader. Return whether the mean is whole."""
         for rank in self._members:
-            if not self._memory.is_reduced(rank, self._update):
-                if not (self._leads and self._is_gone(rank)):
+            if self._memory.members[rank]["reduced"] < self._update:
+                if not (self._is_leader and self._is_gone(rank)):
                     return False
                 self._memory.reduce_slice(self._update, rank, self._members)
         return True
 
-    def _is_published(self, healthy: bool) -> bool:
-        """Return whether the leader has said what became of the model; the leader gossips first."""
+    def _gossip_if_leader(self, healthy: bool) -> bool:
+        """Gossip for the group, if this rank leads it. Return whether the leader has said what became of the model."""
         if self._memory.is_published(self._update):
             return True
-        if self._leads:
+        if self._is_leader:
             self._gossip(healthy)
             return True
         return False
@@ -220,41 +208,44 @@ class GroupedGossip(GossipExchange):
     def _take_published(self, healthy: bool) -> bool:
         """Take over what the leader has published. Returns whether the model is finite now. Raises PalaError if this
         rank's model is not that of its group."""
-        has_model, was_healthy, finite, stop = self._memory.published()
+        has_model, was_healthy, healed, stop = self._memory.published()
         if healthy != was_healthy:
             raise PalaError(
                 f"[rank {self._comm.rank}] its model is no longer that of its group: one of them is not finite, so "
                 "memory was damaged. This rank ends; the others may continue."
             )
-        if not self._is_leading:
+        if not self._gossips:
             if has_model:
                 self._parameters.copy_(self._memory.model)
-            self.driver.heals += finite and not healthy
+            self.driver.heals += healed
         if stop:
             self._end_together(Stop(stop))
-        return finite
+        return healthy or healed
 
     def _gossip(self, healthy: bool) -> None:
         """Send and mix as is due, as the group's leader, and publish what came of it. May wait."""
-        if not self._is_leading:
-            self._is_leading = True
+        if not self._gossips:
+            self._gossips = True
             self.driver.begin()
             living = [rank for rank in self._members if not self._is_gone(rank)]
             log(f"[rank {self._comm.rank}] gossips for its group from now on: {named(living)}.")
-        finite = super().after_update(0, healthy)  # its steps have been counted
+        heals = self.driver.heals
+        super().after_update(0, healthy)  # its steps have been counted
         has_moved = self.driver.num_mixes > self._num_published
         self._num_published = self.driver.num_mixes
         model = self._parameters if has_moved else None
-        self._memory.publish(self._update, model, healthy, finite, self._state.budget.stop)
+        healed = self.driver.heals > heals
+        self._memory.publish(self._update, model, healthy, healed, self._state.budget.stop)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> Stop:
         if not self._all_end and not self._state.has_left:
             self._arrive_at_end()
-            self._wait_for_group(self._is_decided, "the end of its group", timeout_s)  # they are, or will be, at it
+            # The others are at it, or will be.
+            self._wait_for_group(self._decide_if_leader, "the end of its group", timeout_s)
         self._end = super().close(timeout_s)
-        self._is_closed = True
+        self._has_closed = True
         return self._end
 
     def metrics(self) -> dict[str, Any]:
@@ -280,12 +271,12 @@ class GroupedGossip(GossipExchange):
     # ---- the group -------------------------------------------------------------------------------------------------
 
     @property
-    def _leads(self) -> bool:
+    def _is_leader(self) -> bool:
         """Whether this rank is the lowest of its group that lives and trains, as far as it has heard."""
         return next((rank for rank in self._members if not self._is_gone(rank)), None) == self._comm.rank
 
     def _is_gone(self, rank: int) -> bool:
-        return rank not in self._state.budget.living or self._memory.has_left(rank)
+        return rank not in self._state.budget.living or bool(self._memory.members[rank]["left"])
 
     def _count(self, steps: int) -> None:
         """Count an update of the group: the steps of every rank whose gradient it had."""
@@ -302,6 +293,8 @@ class GroupedGossip(GossipExchange):
 
     def _wait_for_group(self, done: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
         """Wait asleep until `done()`, and look after messages, which tell of deaths, meanwhile."""
+        if done():
+            return
         begin = time.perf_counter()
 
         def look() -> bool:
@@ -310,4 +303,4 @@ class GroupedGossip(GossipExchange):
             return done()
 
         wait_asleep(look, timeout_s, self._interrupt, _LONGEST_SLEEP_S, LongWait(self._comm.rank, what))
-        self.waited_s += time.perf_counter() - begin
+        self._waited_since(begin)

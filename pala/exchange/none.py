@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from pala.comm.base import Bytes, Communicator, Received, Receiver
+from pala.config import Config
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.interrupt import Interrupt
@@ -19,16 +20,20 @@ class NoExchange(ModelExchange):
     the lowest rank that lives and has trained; nothing is averaged."""
 
     def __init__(
-        self, comm: Communicator, parameters: Tensor, budget_steps: int, start: ExchangeState, interrupt: Interrupt
+        self,
+        comm: Communicator,
+        parameters: Tensor,
+        config: Config,
+        start: ExchangeState,
+        interrupt: Interrupt,
+        **_: int,
     ) -> None:
-        self._comm = comm
-        self._parameters = parameters
+        super().__init__(comm, parameters, config, start, interrupt)
         self._start = start
-        self._interrupt = interrupt
         self._final_steps: np.ndarray | None = None
         self._deaths = comm.deaths()
         self._local_steps = start.steps_by_rank[comm.rank]
-        self._share = math.ceil((budget_steps - start.base_steps) / comm.size)
+        self._share = math.ceil((config.total_steps - start.base_steps) / comm.size)
         self._stop = Stop.NONE
         self._bell: _Bell | None = None
         self._check_budget()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pala.comm.agreement import collectively
 from pala.comm.base import Communicator
-from pala.config import ExchangeConfig
+from pala.config import Config
 from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
@@ -82,24 +82,22 @@ class SharedMemory(ModelExchange):
         self,
         comm: Communicator,
         parameters: Tensor,
-        config: ExchangeConfig,
-        budget_steps: int,
+        config: Config,
         start: ExchangeState,
         interrupt: Interrupt,
+        *,
         num_exact: int = 0,
+        **_: int,
     ) -> None:
-        """`num_exact`: the last parameters that are no part of the distance that is measured. Collective. All ranks are
-        on one host."""
+        """Exchange among ranks that are all on one host."""
+        super().__init__(comm, parameters, config, start, interrupt)
         self._num_measured = parameters.numel() - num_exact
-        self._comm = comm
         self._rank = comm.rank
-        self._parameters = parameters
-        self._interrupt = interrupt
-        self._max_staleness = config.max_staleness
-        self._budget_steps = budget_steps
+        self._max_staleness = config.exchange.max_staleness
+        self._budget_steps = config.total_steps
         self._base_steps = start.base_steps
         everybody = range(comm.size)
-        graph = TOPOLOGIES[config.graph]
+        graph = TOPOLOGIES[config.exchange.graph]
         self._out = list(graph.out_peers(comm.rank, everybody, 0, 0))
         self._in = [rank for rank in everybody if comm.rank in graph.out_peers(rank, everybody, 0, 0)]
         self._buffers = BroadcastBuffers(comm, parameters.numel(), start.steps_by_rank[self._rank])

@@ -28,7 +28,7 @@ import numpy as np
 
 from pala.exchange.budget import Stop
 
-_MAGIC, _VERSION = b"PALA", 1
+_MAGIC, _VERSION = b"PALA", 2
 _HEADER = struct.Struct("<4sHBBBxxxIIQQdQ")
 _ALIGNMENT = 64
 _MOST_STEPS = 1 << 48  # more than a budget may have; beyond, the sum over ranks could wrap around
@@ -55,7 +55,7 @@ class Message(NamedTuple):
     kind: enum.IntEnum
     sender: int
     round: int  # of its sender; of an offer its number, which the reply to it repeats
-    weight: float  # push-sum's; of an answer the fraction to move by; of a refusal its reason
+    weight: float  # push-sum's; of an answer the fraction to move by
     stop: Stop
     steps_by_rank: np.ndarray  # uint64 [ranks]
     format: Format = Format.FLOAT32

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from signal import SIGUSR1, Signals
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,26 +13,17 @@ if TYPE_CHECKING:
     from pala.testing.memory import MemoryCommunicator
 
 
-@dataclass(frozen=True)
-class AtUpdate:
-    """An event that happens to a rank when it has made `update` updates."""
+class ToRank(NamedTuple):
+    """Something that happens to a rank when it has made its n-th update, or is about to send its n-th message, of any
+    kind."""
 
     rank: int
-    update: int
-    happens: Callable[[MemoryCommunicator], None]
-
-
-@dataclass(frozen=True)
-class AtMessage:
-    """Something that happens to a rank when it is about to send its n-th message, of any kind."""
-
-    rank: int
+    when: Literal["update", "message"]
     n: int
     happens: Callable[[MemoryCommunicator], None]
 
 
-@dataclass(frozen=True)
-class OnTheWay:
+class OnTheWay(NamedTuple):
     """Something that happens to the n-th bulk message from one rank to another."""
 
     sender: int
@@ -43,37 +33,37 @@ class OnTheWay:
     """uint8 [bytes] -> the bytes that arrive; None if the message is lost."""
 
 
-Fault = AtUpdate | AtMessage | OnTheWay
+Fault = ToRank | OnTheWay
 
 
 def fail_at(rank: int, update: int) -> Fault:
     """Let the rank die as if killed, between two updates."""
-    return AtUpdate(rank, update, lambda comm: comm.die())
+    return ToRank(rank, "update", update, lambda comm: comm.die())
 
 
 def fail_at_message(rank: int, n: int) -> Fault:
     """Let the rank die as if killed, instead of sending its n-th message; also ranks that make no updates send some."""
-    return AtMessage(rank, n, lambda comm: comm.die())
+    return ToRank(rank, "message", n, lambda comm: comm.die())
 
 
 def stop_at(rank: int, update: int, seconds: float) -> Fault:
     """Suspend the rank for a while, as by SIGSTOP: neither its learner nor its transport does anything."""
-    return AtUpdate(rank, update, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
+    return ToRank(rank, "update", update, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
 
 
 def stop_at_message(rank: int, n: int, seconds: float = 1e6) -> Fault:
     """Suspend the rank when it is about to send its n-th message; if nothing else is said, until it is alone."""
-    return AtMessage(rank, n, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
+    return ToRank(rank, "message", n, lambda comm: comm.be_stopped_until(time.monotonic() + seconds))
 
 
 def signal_at(rank: int, update: int, signal: Signals = SIGUSR1) -> Fault:
     """Send the rank a signal that asks it to end."""
-    return AtUpdate(rank, update, lambda comm: setattr(comm.interrupt, "signal", signal))
+    return ToRank(rank, "update", update, lambda comm: setattr(comm.interrupt, "signal", signal))
 
 
 def leave_at(rank: int, update: int) -> Fault:
     """Send the rank the signal by which it leaves a job that continues."""
-    return AtUpdate(rank, update, lambda comm: setattr(comm.interrupt, "leave_requested", True))
+    return ToRank(rank, "update", update, lambda comm: setattr(comm.interrupt, "leave_requested", True))
 
 
 def drop(sender: int, receiver: int, n: int) -> Fault:

@@ -31,7 +31,7 @@ from pala.comm.base import Communicator, Deaths, Reduction, SharedBlock, Survivo
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import wait_asleep
-from pala.testing.faults import AtUpdate, Fault
+from pala.testing.faults import Fault, ToRank
 from pala.testing.memory_transport import Channel, MemoryTransport
 
 T = TypeVar("T")
@@ -233,13 +233,14 @@ class MemoryCommunicator(Communicator):
         self.interrupt = Interrupt()
         self._all = _Group(self, range(world.size), "all")
         self._patient = Interrupt()  # never signalled
-        self._to_come = [fault for fault in world.faults if isinstance(fault, AtUpdate) and fault.rank == rank]
+        mine = [fault for fault in world.faults if isinstance(fault, ToRank) and fault.rank == rank]
+        self._to_come = [fault for fault in mine if fault.when == "update"]
 
     # ---- faults --------------------------------------------------------------------------------------------------
 
     def on_count(self, updates: int) -> None:
         """Carry out what the script says of a rank after this many updates."""
-        for fault in [fault for fault in self._to_come if updates >= fault.update]:
+        for fault in [fault for fault in self._to_come if updates >= fault.n]:
             self._to_come.remove(fault)
             fault.happens(self)
 

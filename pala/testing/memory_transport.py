@@ -14,7 +14,7 @@ from pala.comm.base import Meeting, Packet, Received, Receiver
 from pala.comm.threaded import TICK_S, ThreadedTransport
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import WaitForRanks
-from pala.testing.faults import AtMessage, OnTheWay
+from pala.testing.faults import OnTheWay, ToRank
 
 if TYPE_CHECKING:
     from pala.testing.memory import MemoryCommunicator
@@ -164,7 +164,7 @@ class MemoryTransport(ThreadedTransport):
     def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
         self._num_sent += 1
         for fault in self._world.faults:
-            if isinstance(fault, AtMessage) and (fault.rank, fault.n) == (self._rank, self._num_sent):
+            if isinstance(fault, ToRank) and fault[:3] == (self._rank, "message", self._num_sent):
                 fault.happens(self._comm)
         message = _Message(self._rank, peer, packet.data.copy(), bulk, packet)
         self._sends.append(message)

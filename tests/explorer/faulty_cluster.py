@@ -12,7 +12,7 @@ import numpy as np
 from pala.comm.base import Received
 from pala.exchange.budget import StepBudget, Stop
 from pala.exchange.gossip.driver import GossipDriver, Opened, make_protocol
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import CREDITS, Kind
 from pala.exchange.gossip.protocol import GossipProtocol
 from pala.exchange.gossip.state import GossipState, Rules
 from pala.exchange.wire import NOT_FINITE, Format, Message
@@ -344,7 +344,7 @@ class FaultyCluster(VirtualCluster):
             if kind is Kind.OFFER and self._has_open_offer(pair[0]):
                 self._blame(pair[0], "made a second offer")
             self._not_taken_in[pair] = self.now
-        elif kind in (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE, Kind.LEAVE, Kind.JOIN):
+        elif kind in (Kind.ANSWER, *CREDITS, Kind.LEAVE, Kind.JOIN):
             self._not_taken_in.pop(pair[::-1], None)
         if kind is Kind.ANSWER:
             self._owe(on_its_way)

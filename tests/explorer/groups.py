@@ -69,7 +69,7 @@ class Values(NamedTuple):
     known_steps: int
     end: Stop
     all_end: bool
-    is_leading: bool
+    gossips: bool
     signal: Any
     present: tuple[int, ...]
     left: tuple[int, ...]
@@ -84,7 +84,7 @@ class Rank(NamedTuple):
 
     phase: Phase
     values: Values
-    announces: tuple[tuple[str, int, int], ...] = ()  # what others do not see yet: row, column, value
+    announces: tuple[tuple[str, str, int], ...] = ()  # what others do not see yet: row, word, value
 
 
 class Update(NamedTuple):
@@ -138,17 +138,17 @@ class _Memory(GroupMemory):
 
     def __init__(self, comm: Any, case: Case) -> None:
         super().__init__(comm, range(case.members), case.members)  # a slice of the mean has a parameter
-        self.announced: list[tuple[str, int, int]] = []
+        self.announced: list[tuple[str, str, int]] = []
         self.acts: list[tuple[str, int]] = []
 
-    def _announce(self, row: np.ndarray, column: int, value: int) -> None:
-        if row[column] != value:
-            places = [str(rank) for rank, own in enumerate(self._members) if np.shares_memory(row, own)]
-            self.announced.append(("head" if row is self._head else places[0], column, int(value)))
+    def _announce(self, row: np.void, word: str, value: int) -> None:
+        if row[word] != value:
+            name = next((str(rank) for rank, own in self.members.items() if own is row), "head")
+            self.announced.append((name, word, int(value)))
 
-    def make_seen(self, row: str, column: int, value: int) -> None:
+    def make_seen(self, row: str, word: str, value: int) -> None:
         """Let the others see what was announced."""
-        (self._head if row == "head" else self._members[int(row)])[column] = value
+        (self.head if row == "head" else self.members[int(row)])[word] = value
 
     def decide(self, update: int, *decision: Any) -> None:
         self.acts.append(("decided_by", update))
@@ -204,12 +204,12 @@ class Member(GroupedGossip):
         )
         self._interrupt, self._patience_s, self._stays = Interrupt(), 1.0, False
         self.driver: Any = _Driver(self._state, self._parameters)
-        self._is_closed = False
+        self._average_met_the_end = self._has_closed = False
         self._num_published = 0
         self._members = range(n)
         self._update, self._made = 0, np.zeros(n + 1, np.uint64)
         self._trained_by, self._known_steps = range(n + 1), 0
-        self._end, self._all_end, self._is_leading = Stop.NONE, False, number == 0
+        self._end, self._all_end, self._gossips = Stop.NONE, False, number == 0
 
     def values(self) -> Values:
         """Return what it is now."""
@@ -222,7 +222,7 @@ class Member(GroupedGossip):
             self._known_steps,
             self._end,
             self._all_end,
-            self._is_leading,
+            self._gossips,
             self._interrupt.signal,
             tuple(budget.present),
             tuple(sorted(budget.left)),
@@ -239,7 +239,7 @@ class Member(GroupedGossip):
         self._members, self._update, self._trained_by = values.members, values.update, values.trained_by
         self._made = np.array(values.made, np.uint64)
         self._known_steps = values.known_steps
-        self._end, self._all_end, self._is_leading = values.end, values.all_end, values.is_leading
+        self._end, self._all_end, self._gossips = values.end, values.all_end, values.gossips
         self._interrupt.signal = values.signal
         budget.present, budget.left, budget.stop = values.present, set(values.left), values.stop
         budget.stayed(())  # count the living again
@@ -267,7 +267,7 @@ class Member(GroupedGossip):
         return 60.0 * 2**rank + 60.0 * update
 
     def waits_for_decision(self) -> Phase:
-        return Phase.TAKES_DECISION if self._is_decided() else Phase.WAITS_FOR_DECISION
+        return Phase.TAKES_DECISION if self._decide_if_leader() else Phase.WAITS_FOR_DECISION
 
     def takes_decision(self) -> Phase:
         if not self._take_decision():
@@ -279,7 +279,7 @@ class Member(GroupedGossip):
         return Phase.WAITS_FOR_MEAN
 
     def waits_for_mean(self) -> Phase:
-        return Phase.UPDATES if self._is_reduced() else Phase.WAITS_FOR_MEAN
+        return Phase.UPDATES if self._complete_mean() else Phase.WAITS_FOR_MEAN
 
     def updates(self) -> Phase:
         if len(self._members) > 1:
@@ -291,14 +291,14 @@ class Member(GroupedGossip):
         return Phase.WAITS_FOR_MODEL
 
     def waits_for_model(self) -> Phase:
-        return Phase.TAKES_MODEL if self._is_published(True) else Phase.WAITS_FOR_MODEL
+        return Phase.TAKES_MODEL if self._gossip_if_leader(True) else Phase.WAITS_FOR_MODEL
 
     def takes_model(self) -> Phase:
         self._take_published(True)
         return Phase.PLAYS
 
     def closes(self) -> Phase:
-        return Phase.ENDED if self._is_decided() else Phase.CLOSES
+        return Phase.ENDED if self._decide_if_leader() else Phase.CLOSES
 
 
 _NOTHING = Values((), 0, (), (), 0, Stop.NONE, False, False, None, (), (), Stop.NONE, (), (), ())

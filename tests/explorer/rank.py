@@ -16,7 +16,7 @@ from pala.comm.base import Packet, Received, Receiver, Transport
 from pala.exchange.budget import Stop
 from pala.exchange.gossip import driver as gossip
 from pala.exchange.gossip.canonical import canonical
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import CREDITS, Kind
 from pala.exchange.gossip.paired import ANY
 
 _OLD_S = 2 * PATIENCE_S
@@ -252,7 +252,7 @@ class LocalRank:
             offer = self.state.offers.get(peer)
             is_open = offer is not None and offer.number == letter.number
             return letter._replace(number=CURRENT if is_open else STALE)
-        return letter if letter.kind in (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE) else letter._replace(number=ANY)
+        return letter if letter.kind in (Kind.ANSWER, *CREDITS) else letter._replace(number=ANY)
 
     # ---- frozen --------------------------------------------------------------------------------------------------
 

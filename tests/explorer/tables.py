@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from explorer.rank import play
 from explorer.states import CURRENT, STALE, Case, Frozen, Letter, Mode, freeze
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import CREDITS, Kind
 from pala.exchange.gossip.state import GossipState
 
 SMALL, BULK, LATE = range(3)
@@ -148,7 +148,7 @@ class Tables:
             return ()
         if self.case.by_pairs or (self.case.has_clock and mode is not Mode.ENDED):
             return Kind.STOP, Kind.JOIN
-        return Kind.STOP, Kind.JOIN, Kind.CREDIT, Kind.ASK_WHOLE
+        return Kind.STOP, Kind.JOIN, *CREDITS
 
     def _left(self, rank: int, peer: int, kind: Kind) -> int:
         """Return that rank after a model has left it: its snapshot may be filled again."""

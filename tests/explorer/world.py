@@ -18,7 +18,7 @@ from explorer.states import CURRENT, STALE, Case, Frozen, Mode, relabelled
 from explorer.tables import BULK, LATE, SMALL, About, Step, Tables
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.driver import make_protocol
-from pala.exchange.gossip.messages import Kind
+from pala.exchange.gossip.messages import CREDITS, Kind
 
 State = tuple[int, ...]
 Label = tuple[Any, ...]
@@ -63,7 +63,7 @@ UNFAIR = frozenset(
 """Labels of what need not happen, ever."""
 RARE = frozenset({"garbled", "refused", "duplicate"})
 """Faults of which each may leave one more model on its way: without a limit there would be no end to the states."""
-_REPLIES = (Kind.CREDIT, Kind.ASK_WHOLE, Kind.ANSWER)
+_REPLIES = (*CREDITS, Kind.ANSWER)
 _LANES = ("message", "model", "late model")
 
 
@@ -345,7 +345,7 @@ class World(Tables):
         """Let what is known or on its way of the offer that r had made to this peer be of no open offer."""
         after[peer] = self._closed(after[peer], r)
         there, back = self._pairs[r, peer], self._pairs[peer, r]
-        for at, kinds in ((there, (Kind.OFFER,)), (back, (Kind.ANSWER, Kind.CREDIT, Kind.ASK_WHOLE))):
+        for at, kinds in ((there, (Kind.OFFER,)), (back, _REPLIES)):
             for lane in range(at, at + 3):
                 letters = [self.letters[k] for k in self.lanes[after[lane]]]
                 if any(letter.number == CURRENT and letter.kind in kinds for letter in letters):

@@ -35,7 +35,7 @@ from pala.run.checkpoint import RankState, load_policy
 from pala.run.loop import Loop
 from pala.run.metrics import read_run
 from pala.system.errors import EndError
-from pala.testing.faults import AtUpdate, Fault
+from pala.testing.faults import Fault, ToRank
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support.checkpoints import read_state
 from support.helpers import Together, record_of
@@ -177,7 +177,7 @@ def _slow_before(faults: list[Fault], on_count: OnCount) -> OnCount:
     """The same, then the faults; and ranks which are ahead of what is planned to happen to another wait for it, though
     not long: it may be waiting for them."""
     made = dict[int, int]()
-    planned = [(fault.rank, fault.update) for fault in faults if isinstance(fault, AtUpdate)]
+    planned = [(fault.rank, fault.n) for fault in faults if isinstance(fault, ToRank) and fault.when == "update"]
     planned += planned_of(on_count)
 
     def slow(comm: MemoryCommunicator, updates: int) -> None:

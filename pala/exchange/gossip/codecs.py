@@ -76,7 +76,6 @@ class Codec(abc.ABC):
 
     sizes: dict[Format, range]  # bytes behind the header of each format that may come
     whole_every = 1  # every so many sends carry a whole model
-    keeps_block = False  # the sum may lie in the block that a model was received into
 
     @abc.abstractmethod
     def pack(self, parameters: Tensor, whole: bool) -> Packed:
@@ -87,8 +86,9 @@ class Codec(abc.ABC):
         """Take up the bytes of a model, whose number fits the format, or refuse what they say."""
 
     @abc.abstractmethod
-    def add(self, weight: float) -> bool:
-        """Add the staged model; True if the block that it was received into is now the sum."""
+    def add(self, block: Tensor, weight: float) -> Tensor | None:
+        """Add the staged model, which lies in `block`. Returns the block to receive the next one into: often the same;
+        None if the codec keeps this one as its sum and has none to give back."""
 
     @abc.abstractmethod
     def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
@@ -138,17 +138,16 @@ class Codec(abc.ABC):
 class Float32(Codec):
     """`none`: every parameter as it is.
 
-    The first model since a mix is not added but becomes the sum, by changing places with the used-up one.
+    The first model since a mix is not added but becomes the sum, and the block of the used-up one is given back.
     """
 
     format, dtype = Format.FLOAT32, torch.float32
 
-    def __init__(self, parameters: Tensor, may_keep_block: bool = True) -> None:
+    def __init__(self, parameters: Tensor) -> None:
         size = parameters.numel() * self.dtype.itemsize
         self.sizes = {self.format: range(size, size + 1)}
-        self.keeps_block = may_keep_block
-        own = 0 if may_keep_block else parameters.numel()
-        self._staged, self._sum = torch.empty(own), torch.empty(own)
+        self._staged, self._sum = torch.empty(0), torch.empty(0)
+        self._kept: Tensor | None = None  # the block in which the sum lies, or the last one did
         self._scale, self._total_weight = 1.0, 0.0  # scale * sum is the weighted sum
 
     def pack(self, parameters: Tensor, whole: bool) -> Packed:
@@ -156,27 +155,23 @@ class Float32(Codec):
 
     def stage(self, format_: Format, received: Tensor) -> Refusal | None:
         """Check in one pass: a sum is finite only if every term is, or overflows."""
-        values = received.view(self.dtype)
-        if self.keeps_block:
-            self._staged = values
-        else:
-            self._staged.copy_(values)
+        self._staged = received.view(self.dtype)
         return None if is_finite(self._staged) else NOT_FINITE
 
-    def add(self, weight: float) -> bool:
-        first = self._total_weight == 0
-        if first:
-            self._staged, self._sum = self._sum, self._staged
-            self._scale = weight
-        else:
-            self._sum = self._sum.to(torch.float32)
-            if self._scale != 1.0:
-                self._sum.mul_(self._scale)
-            for total, staged in in_blocks(self._sum, self._staged):  # of unlike types a CPU casts all at once
-                total.add_(staged, alpha=weight)
-            self._scale = 1.0
+    def add(self, block: Tensor, weight: float) -> Tensor | None:
+        is_first = self._total_weight == 0
         self._total_weight += weight
-        return first and self.keeps_block
+        if is_first:
+            self._sum, self._scale = self._staged, weight
+            given_back, self._kept = self._kept, block
+            return given_back
+        self._sum = self._sum.to(torch.float32)
+        if self._scale != 1.0:
+            self._sum.mul_(self._scale)
+        for total, staged in in_blocks(self._sum, self._staged):  # of unlike types a CPU casts all at once
+            total.add_(staged, alpha=weight)
+        self._scale = 1.0
+        return block
 
     def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
         fraction = self._total_weight / (own_weight + self._total_weight)
@@ -197,7 +192,6 @@ class Float32(Codec):
 
     def difference(self, offer: Held, in_place: bool) -> Change:
         offered = offer.data.view(self.dtype)
-        in_place &= self.keeps_block
         return Change(None, torch.sub(self._staged, offered, out=offered if in_place else None))
 
     def heal(self, parameters: Tensor) -> None:
@@ -337,14 +331,14 @@ class TopK(Codec):
         half = data.numel() // 2
         return data[:half].view(torch.int32), data[half:].view(torch.float32)
 
-    def add(self, weight: float) -> bool:
+    def add(self, block: Tensor, weight: float) -> Tensor | None:
         if self._indices is None:
             self._sum.add_(self._values, alpha=weight)
             self._count.add_(weight)
         else:
             self._sum.index_add_(0, self._indices, self._values, alpha=weight)
             self._count.index_add_(0, self._indices, torch.full_like(self._values, weight))
-        return False
+        return block
 
     def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
         """Mix each parameter with what came of it; the distance is over the parameters that came."""
@@ -413,9 +407,10 @@ class _ExactTail(Codec):
 
     def __init__(self, codec: Codec, parameters: Tensor, count: int) -> None:
         """`codec`: made for the other parameters."""
-        self._codec, self._exact = codec, Float32(parameters[-count:], may_keep_block=False)
+        self._codec, self._exact = codec, Float32(parameters[-count:])
         self._first, self._bytes = parameters.numel() - count, 4 * count
-        self.whole_every, self.keeps_block = codec.whole_every, codec.keeps_block
+        self._block = self._new_block()  # of the exact ones
+        self.whole_every = codec.whole_every
         self.sizes = {
             format_: range(of.start + self._bytes, of.stop + self._bytes, of.step)
             for format_, of in codec.sizes.items()
@@ -432,12 +427,16 @@ class _ExactTail(Codec):
         return Packed(packed.format, (exact, *packed.pieces))  # first: aligned for float32
 
     def stage(self, format_: Format, received: Tensor) -> Refusal | None:
-        refusal = self._exact.stage(Format.FLOAT32, received[: self._bytes])
+        refusal = self._exact.stage(Format.FLOAT32, self._block.copy_(received[: self._bytes]))
         return refusal or self._codec.stage(format_, received[self._bytes :])
 
-    def add(self, weight: float) -> bool:
-        self._exact.add(weight)
-        return self._codec.add(weight)
+    def add(self, block: Tensor, weight: float) -> Tensor | None:
+        given_back = self._exact.add(self._block, weight)
+        self._block = self._new_block() if given_back is None else given_back
+        return self._codec.add(block, weight)
+
+    def _new_block(self) -> Tensor:
+        return torch.empty(self._bytes, dtype=torch.uint8)
 
     def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
         self._exact.mix(parameters[self._first :], own_weight, False)

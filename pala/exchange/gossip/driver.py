@@ -233,15 +233,21 @@ class GossipDriver(Receiver):
         with self.lock:
             self._perform(self.protocol.leave(self.state))
 
+    def be_quiet(self) -> None:
+        """Send nothing more, while the transport pauses: all ranks do so, so no answer is missed."""
+        with self.lock:
+            self._is_quiet = True
+
     def restart(self) -> None:
         """Begin again after the transport has paused, when no rank expects anything of another. Collective."""
         with self.lock:
             self._perform(self.protocol.restart(self.state))
 
-    def be_quiet(self, quiet: bool) -> None:
-        """Send nothing more, while the transport pauses, or send again: all ranks do, so no answer is missed."""
+    def averaged(self) -> None:
+        """Hold the average of all ranks' models from now on, and send again. Collective."""
         with self.lock:
-            self._is_quiet = quiet
+            self.protocol.averaged(self.state, self.transport.now_s())
+            self._is_quiet = False
 
     def finish(self) -> None:
         """Mix whatever has come, after the transport has closed."""
@@ -426,10 +432,10 @@ class GossipDriver(Receiver):
         self.counts["models_mixed"] += num_models
 
     def _report_refusal(self, source: int, refusal: Refusal) -> None:
-        """Report a refused model, once for each peer."""
+        """Report a refused message, once for each peer."""
         if source not in self._reported:
             self._reported.add(source)
             self._report(
-                f"[rank {self.state.rank}] rejected a model from rank {source}: {refusal.reason}. "
+                f"[rank {self.state.rank}] rejected a message from rank {source}: {refusal.reason}. "
                 "Later ones are only counted."
             )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pala.comm.base import Communicator
-from pala.config import ExchangeConfig
+from pala.config import Config
 from pala.exchange.base import ModelExchange, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop, budget_of
 from pala.exchange.gossip.codecs import make_codec
@@ -45,14 +45,11 @@ class GossipExchange(ModelExchange):
         self,
         comm: Communicator,
         parameters: Tensor,
-        signature: int,
-        settings: ExchangeConfig,
-        start: ExchangeState | None,
+        config: Config,
+        start: ExchangeState,
         interrupt: Interrupt,
         *,
-        total_steps: int,
-        seed: int = 0,
-        spares: int = 0,
+        signature: int = 0,
         num_exact: int = 0,
         own_topology: Peers | None = None,
         slept: SleepingGossip | None = None,
@@ -60,23 +57,18 @@ class GossipExchange(ModelExchange):
     ) -> None:
         """Send and hear from now on. Collective, except for a spare.
 
-        `parameters`: flat, mixed in place, touched only on the learner's thread, between two rollouts; the last
-        `num_exact` are never rounded or left out. `signature`: checksum of the network's layout, equal on all ranks.
-        `total_steps`: the budget of all ranks. `seed`: seed of the random topology. `own_topology`: a user's, in place
-        of the named one. `start`: None for a spare that is needed, which continues with what it `slept` by, and has to
-        `join`. `groups`: see `StepBudget`."""
-        self._comm = comm
-        self._parameters = parameters
-        self._interrupt = interrupt
+        `own_topology`: a user's, in place of the named one. `slept`: what a spare that is needed has slept by, with
+        which it continues; it has to `join`. `groups`: see `StepBudget`."""
+        super().__init__(comm, parameters, config, start, interrupt)
         self._polls_between_steps = False
-        self._is_closed = False  # by `average`
+        self._average_met_the_end = False  # and closed
         self._stays = False  # it was told to leave, and has told others, but is there at the end
         self._asks_again_s = 0.0  # who stays, when it was told to leave
         self._num_asks = 0
         self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
-        self._goes_on = start is not None and start.global_steps > 0  # with what an earlier start has trained
-        codec = make_codec(settings, parameters, num_exact)
-        protocol = make_protocol(Rules.of(settings, seed, codec.whole_every, own_topology))
+        self._goes_on = slept is None and start.global_steps > 0  # with what an earlier start has trained
+        codec = make_codec(config.exchange, parameters, num_exact)
+        protocol = make_protocol(Rules.of(config, codec.whole_every, own_topology))
         wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes, protocol.kinds))
         models = TensorModels(parameters, codec, wire)
         self.message_bytes = wire.most_bytes
@@ -84,8 +76,7 @@ class GossipExchange(ModelExchange):
             self.driver, self._transport = slept.driver, slept.transport
             self.driver.wake(models, codec.whole_every)
         else:
-            assert start is not None
-            budget = budget_of(comm, start, total_steps, spares, groups)
+            budget = budget_of(comm, start, config.total_steps, config.run.spares, groups)
             state = protocol.new_state(budget, start.weight, start.round)
             self._transport = comm.open_transport()
             self.driver = GossipDriver(protocol, state, self._transport, models)
@@ -249,22 +240,20 @@ class GossipExchange(ModelExchange):
             return meeting.have_come()
 
         wait_asleep(all_are_here, timeout_s, self._interrupt, wait=meeting.wait)
-        self.driver.be_quiet(True)
+        self.driver.be_quiet()
         self._transport.pause(timeout_s, self._interrupt)
         self.driver.restart()
         if self._agree(timeout_s) is not Stop.NONE:
             self._transport.free()
-            self._is_closed = True
+            self._average_met_the_end = True
             return False
         self._parameters.copy_(self.final_parameters(timeout_s))
-        with self.driver.lock:
-            self._state.healthy, self._state.returning, self._state.weight = True, False, 1.0
-        self.driver.be_quiet(False)
+        self.driver.averaged()
         self._transport.start(self.driver)
         return True
 
     def close(self, timeout_s: float) -> Stop:
-        if not self._is_closed:
+        if not self._average_met_the_end:
             self._transport.close(timeout_s, self._interrupt)
             self.driver.finish()
             self._agree(timeout_s)

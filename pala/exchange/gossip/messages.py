@@ -22,10 +22,13 @@ class Kind(enum.IntEnum):
     JOIN = 8  # its sender, a spare that takes a place or a rank that waits to heal, asks for a whole model
     WISH = 9  # its sender was told to leave, and asks who has a model of use
     STAY = 10  # the reply to that, of a rank that has one
+    CROSSED = 11  # a credit for an offer that is not answered, since its sender's own is on the way, and will do
 
 
 WITH_MODEL = (Kind.MODEL, Kind.OFFER, Kind.ANSWER)
 WITHOUT_MODEL = tuple(kind for kind in Kind if kind not in WITH_MODEL)
+CREDITS = (Kind.CREDIT, Kind.ASK_WHOLE, Kind.CROSSED)
+"""Kinds that free the process lock. To an offer each is a refusal."""
 NEWS = (Kind.STOP, Kind.LEAVE)
 """Kinds that are sent once, and must arrive."""
 

@@ -1,9 +1,13 @@
 """Models of real ranks: flat parameters to packets of bytes and back, with the host memory that they lie in.
 
+    sent:      parameters ─ fill ─▶ snapshot ─ has left ─▶ free
+                                            └ is an offer ─▶ kept ─ answer came ─▶ difference ─ move ─▶ free
+    received:  block ─ check ─▶ staged ─ add ─▶ sum ─ mix ─▶ parameters
+
 | memory | blocks of a whole message |
 |---|---|
 | snapshots on their way | two (`driver.py`); `paired`: one an open offer or answer, at most two a peer |
-| what is being received | one; `TopK` has another, the sum of what came: they change places |
+| what is being received | one; `Float32` and `BFloat16` keep another as their sum, that of the first model |
 """
 
 from __future__ import annotations
@@ -97,15 +101,14 @@ class ReceiveBuffer:
     parameters are on a GPU, whatever device the sender had."""
 
     def __init__(self, wire: Wire, codec: Codec, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+        self._num_bytes, self._pinned = wire.most_bytes, device.type == "cuda"
         self._control_bytes, self.codec = wire.control_bytes, codec
-        blocks = 2 if codec.keeps_block else 1
-        self._blocks = [_host_memory(wire.most_bytes, self._pinned) for _ in range(blocks)]
+        self.give_up_block()
 
     @property
     def data(self) -> np.ndarray:
         """Memory for the next model to be received."""
-        return self._blocks[0].numpy()
+        return self._block.numpy()
 
     def take_in(self, received: np.ndarray) -> None:
         """Copy what a transport has received into memory of its own."""
@@ -114,16 +117,19 @@ class ReceiveBuffer:
 
     def give_up_block(self) -> None:
         """Leave the block to the model that is being received into it, which comes too late, and take another."""
-        self._blocks[0] = _host_memory(len(self._blocks[0]), self._pinned)
+        self._block = _host_memory(self._num_bytes, self._pinned)
 
     def check(self, message: Message, num_bytes: int) -> Refusal | None:
         """Refuse what no model can hold in the block's first `num_bytes`, which were decoded to this message."""
-        return self.codec.stage(message.format, self._blocks[0][self._control_bytes : num_bytes])
+        return self.codec.stage(message.format, self._block[self._control_bytes : num_bytes])
 
     def add(self, weight: float) -> None:
         """Add the checked model to the weighted sum."""
-        if self.codec.add(weight):
-            self._blocks.reverse()
+        block = self.codec.add(self._block, weight)
+        if block is None:
+            self.give_up_block()
+        else:
+            self._block = block
 
 
 class TensorModels(Models):

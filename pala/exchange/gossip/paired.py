@@ -16,7 +16,7 @@ since stays. If B has k offers to answer, it answers all of them, with f = 1 / (
 | its update ends | adopts the answers that came; answers the offers that came; makes the next offer | `advance` |
 | an offer comes | holds it until its update ends, or refuses it | `_offer_came` |
 | an answer comes | keeps y - s until its update ends; the offer is closed | `_answer_came` |
-| a refusal (a credit) comes | closes the offer: neither rank moves | `_refused` |
+| a refusal (any credit) comes | closes the offer: neither rank moves | `_refused` |
 
 Every rank offers and answers, and learns on meanwhile; it waits only where `max_staleness` says so. It has one open
 offer (beside those to peers that are `silent`), and every offer gets one reply, which frees the process lock. If A and
@@ -33,6 +33,7 @@ from collections.abc import Callable
 
 from pala.exchange.budget import Stop
 from pala.exchange.gossip.messages import (
+    CREDITS,
     WITHOUT_MODEL,
     Action,
     Clear,
@@ -42,6 +43,7 @@ from pala.exchange.gossip.messages import (
     Kind,
     Move,
     Pull,
+    SendControl,
     SendModel,
     Wait,
 )
@@ -50,7 +52,6 @@ from pala.exchange.gossip.state import GossipState, Offer, Rules
 from pala.exchange.wire import Message
 
 MOST_FRACTION = 0.5  # of an answer, to one offer or more
-CROSSED = 0.5  # weight of a refusal whose sender has an offer on the way, which will do
 ANY = 0  # number in a refusal that means whichever offer is open; the first offer is number 1
 
 
@@ -133,11 +134,10 @@ class Paired(GossipProtocol):
                 return self._answer_came(s, sender, message.weight, offer, usable=not (late or rejected))
             s.counts["models_refused"] += 1
             return []
-        is_refusal = message.kind in (Kind.CREDIT, Kind.ASK_WHOLE)
-        if offer is not None and is_refusal and message.round in (offer.number, ANY):
+        if offer is not None and message.kind in CREDITS and message.round in (offer.number, ANY):
             self._credit_came(s, sender, wants_whole=message.kind is Kind.ASK_WHOLE)
             s.refusing.add(sender)
-            return self._refused(s, sender, peer_has_offered=self._in_step and message.weight == CROSSED)
+            return self._refused(s, sender, peer_has_offered=self._in_step and message.kind is Kind.CROSSED)
         return []
 
     def _offer_came(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
@@ -149,7 +149,8 @@ class Paired(GossipProtocol):
             return []
         if usable and s.has_model and self._crosses(s, sender):
             self._note_transfer(s, sender, took_s)
-            return self._return_credit(s, sender, CROSSED)
+            ends = s.budget.stop is not Stop.NONE
+            return [] if ends else [SendControl(self._reply(s, Kind.CROSSED, sender), sender)]
         s.refusing.discard(sender)
         return self._model_came(s, message, took_s, late, rejected)
 
@@ -211,8 +212,7 @@ class Paired(GossipProtocol):
         fraction = 1.0 / (1 + num_offers)
         answers = [SendModel(self._answer(s, peer, fraction), (peer,), True) for peer in s.to_mix]
         s.to_mix.clear()
-        s.whole_came = s.gave_up = False
-        s.num_rejected = s.staleness = 0
+        self._has_mixed(s)
         return [*answers, Pull(fraction, num_offers)]
 
     def _void_offers(self, s: GossipState) -> list[Action]:

@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from pala.config.catalogue import RULES
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.gossip.messages import Accept, Action, Clear, Heal, Kind, Mix, SendControl
+from pala.exchange.gossip.messages import Accept, Action, Clear, Close, Heal, Kind, Mix, SendControl
 from pala.exchange.gossip.state import GossipState, Rules
 from pala.exchange.wire import Message
 
@@ -185,14 +185,23 @@ class GossipProtocol(abc.ABC):
         actions = self.finish(s)
         for peer in {*s.lock.held_since_s, *s.offers}:
             actions += self._forget(s, peer)
-        s.owed.clear()
-        s.offer_numbers.clear()
+        if s.to_mix:  # of a rank that has no model, and to which no whole one has come
+            actions.append(Clear())
+        actions += [Close(peer) for peer in s.answers]
+        for kept in (s.to_mix, s.answers, s.stale, s.owed, s.offer_numbers):
+            kept.clear()
         s.silent.clear()
         s.refusing.clear()
-        s.staleness = s.num_rejected = 0
-        s.rounds_due = 1
-        s.whole_came = s.gave_up = s.only_late_answers = False
+        s.rounds_due, s.only_late_answers = 1, False
+        self._has_mixed(s)
         return actions
+
+    def averaged(self, s: GossipState, now_s: float) -> None:
+        """Hold the average of all ranks' models from now on. The clock was not looked at meanwhile: this rank was not
+        away."""
+        s.now_s = s.update_began_s = now_s
+        s.weight = 1.0
+        self._took_model(s)
 
     def _begin_update(self, s: GossipState) -> None:
         if len(s.budget.leaders) == 1:  # nobody's model is newer; for a spare that joins it waits again
@@ -316,13 +325,11 @@ class GossipProtocol(abc.ABC):
         if wants_whole:
             s.wants_whole.add(peer)
 
-    def _return_credit(self, s: GossipState, peer: int, weight: float = 1.0) -> list[Action]:
-        """Reply to a model that was thrown away; once training ends it is not needed. `weight`: the reason, where that
-        matters."""
+    def _return_credit(self, s: GossipState, peer: int) -> list[Action]:
+        """Reply to a model that was thrown away; once training ends it is not needed."""
         if s.budget.stop is not Stop.NONE:
             return []
-        reply = self._reply(s, Kind.CREDIT if s.has_model else Kind.ASK_WHOLE, peer)
-        return [SendControl(reply._replace(weight=weight), peer)]
+        return [SendControl(self._reply(s, Kind.CREDIT if s.has_model else Kind.ASK_WHOLE, peer), peer)]
 
     def _drop_parts(self, s: GossipState) -> list[Action]:
         """Empty the inbox of a rank that has no model. Parts, or models as old as its own, are of no use to it, and
@@ -348,11 +355,20 @@ class GossipProtocol(abc.ABC):
         senders, received = list(s.to_mix), sum(s.to_mix.values())
         mix = Mix(s.weight, len(senders)) if s.has_model else Heal(len(senders))
         s.to_mix.clear()
-        s.healthy, s.asks_again_s, s.num_asked = True, math.inf, 0  # a rank that had no model has one now
-        s.whole_came = s.returning = s.gave_up = False
-        s.num_rejected = s.staleness = 0
         s.weight = self._mixing.gained(s.weight, received)
+        self._took_model(s)
         return [mix, *(SendControl(self._reply(s, Kind.CREDIT, peer), peer) for peer in senders if give_credit)]
+
+    def _took_model(self, s: GossipState) -> None:
+        """Note that this rank's model is of use, whatever it was before."""
+        s.healthy, s.returning = True, False
+        s.asks_again_s, s.num_asked = math.inf, 0
+        self._has_mixed(s)
+
+    def _has_mixed(self, s: GossipState) -> None:
+        """Begin to count again, with an empty inbox, how old this rank's model is."""
+        s.whole_came = s.gave_up = False
+        s.num_rejected = s.staleness = 0
 
     def _tell_stop(self, s: GossipState) -> list[Action]:
         if s.budget.stop is Stop.NONE:
@@ -370,7 +386,9 @@ class GossipProtocol(abc.ABC):
     # ---- rounds --------------------------------------------------------------------------------------------------
 
     def _models_a_round(self, s: GossipState) -> int:
-        return self._peers.num_in_peers(len(self._in_touch(s)))
+        """Return how many models complete one round of receiving."""
+        others = len(self._in_touch(s)) - 1
+        return others if self._peers.to_all else min(1, others)
 
     def _learn_pace(self, s: GossipState) -> None:
         """Learn from the last update's length how long updates take. A single long update, or a time that the rank was

@@ -38,7 +38,7 @@ class SleepingGossip(Sleeping):
     def __init__(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> None:
         """Open the transport and wait for a turn. Collective."""
         budget = budget_of(comm, begin.start, config.total_steps, config.run.spares)
-        protocol = make_protocol(Rules.of(config.exchange, config.seed, whole_every=1))
+        protocol = make_protocol(Rules.of(config, whole_every=1))
         state = protocol.new_state(budget, weight=0.0, round_=begin.start.round)
         wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
         super().__init__(budget, comm.open_transport(), interrupt)

@@ -18,7 +18,7 @@ from pala.exchange.gossip.process_lock import ProcessLock
 from pala.system.seeding import derive
 
 if TYPE_CHECKING:
-    from pala.config import ExchangeConfig
+    from pala.config import Config
     from pala.exchange.gossip.topology import Peers
 
 
@@ -42,15 +42,15 @@ class Rules:
     """A user's own, in place of the named one."""
 
     @classmethod
-    def of(cls, exchange: ExchangeConfig, seed: int, whole_every: int, own_topology: Peers | None = None) -> Rules:
-        """Return the rules of a run with this seed. `whole_every`: the codec's."""
+    def of(cls, config: Config, whole_every: int, own_topology: Peers | None = None) -> Rules:
+        """Return the rules of a run. `whole_every`: the codec's."""
         return cls(
-            exchange.graph,
-            exchange.max_staleness,
-            int(derive(seed, 0, "topology")[0]),
+            config.exchange.graph,
+            config.exchange.max_staleness,
+            int(derive(config.seed, 0, "topology")[0]),
             whole_every,
-            patience_s=exchange.patience_s,
-            mixing=exchange.mixing,
+            patience_s=config.exchange.patience_s,
+            mixing=config.exchange.mixing,
             own_topology=own_topology,
         )
 
@@ -81,7 +81,18 @@ class Offer(NamedTuple):
 @dataclass(slots=True, eq=False)
 class GossipState:
     """One rank's numbers, and sets and dicts of numbers. From `offers` to `refusing` they are the paired
-    exchange's; the last three are of ranks that leave."""
+    exchange's; the last three are of ranks that leave.
+
+    | time | set when | what follows |
+    |---|---|---|
+    | `waits_since_s` | a rank begins to wait | after `patience_s` it gives up, and continues without a mix |
+    | `sent_again_s` | then, and when it sends again | after `again_s` it sends its model once more |
+    | `asks_again_s` | it takes a place, or has waited `again_s` to heal | it asks for a whole model, each `again_s` |
+    | `lock.held_since_s` | a model leaves | after `patience_s` its receiver is silent |
+    | `now_s` | a look at the clock | if the next is `patience_s` later, this rank was away |
+
+    The first three are infinite otherwise.
+    """
 
     budget: StepBudget
     weight: float = 1.0  # of this rank's model

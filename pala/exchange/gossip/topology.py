@@ -1,7 +1,7 @@
 """Topologies of a user's own, beside the named ones (`pala/config/catalogue.py`). Pure: no MPI, no torch, no networkx.
 
-`WeightedGraph` chooses each peer at random by the weights of a graph; `PeersByFunction` asks a function. Both are
-checked before training (`check`): models must be able to reach each other.
+Peers are chosen at random, by the weights of a graph, or by a function. Before training `check` looks whether all
+models can reach each other.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,8 @@ from pala.system.errors import PalaError
 
 PeerFunction = Callable[[int, Sequence[int], int], int | Iterable[int]]
 """(rank, living ranks, round) -> the peer or peers that the rank sends to in this round of its own."""
+_Choose = Callable[[int, Sequence[int], int, int], tuple[int, ...]]
+_Edges = Mapping[int, set[int]]
 
 _MOST_HOPS = 64  # from a dead rank to the next; more than any walk takes unless nobody can be reached
 _MOST_ROUNDS = 64  # in which a function must have named every connection that is needed
@@ -25,11 +28,12 @@ _MOST_ROUNDS = 64  # in which a function must have named every connection that i
 class Peers(Protocol):
     """The peers of each rank in each round: a named topology, or a user's own."""
 
+    @property
+    def to_all(self) -> bool:
+        """Whether a rank sends to all others in each round, not to one."""
+
     def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
         """Return the ranks to which `rank` sends in its round `round_`. `living`: sorted ranks, `rank` among them."""
-
-    def num_in_peers(self, num_living: int) -> int:
-        """Return how many models complete one round of receiving."""
 
 
 class DirectedGraph(Protocol):
@@ -43,97 +47,28 @@ class DirectedGraph(Protocol):
         """Return False if each edge goes both ways."""
 
 
-class OwnPeers(Peers, Protocol):
-    """A user's own topology."""
+class OwnTopology:
+    """A user's own topology: the peers that a function chooses, again in each round."""
 
-    @property
-    def likeness(self) -> object:
-        """A value that is equal for ranks that were given the same, as far as that can be told."""
+    to_all = False
+
+    def __init__(self, choose: _Choose, edges: _Edges | None = None, likeness: object = "function") -> None:
+        """`choose`: (rank, living ranks, round, seed) -> peers. `edges`: rank -> all peers that it may ever have; None:
+        as the first rounds show. `likeness`: equal for ranks that were given the same, as far as that can be told."""
+        self._choose, self._edges, self.likeness = choose, edges, likeness
+
+    def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
+        return () if len(living) == 1 else self._choose(rank, living, round_, seed)
 
     def check(self, size: int, by_pairs: bool) -> None:
         """Raise PalaError if `size` ranks could not reach a common model. `by_pairs`: both ranks of a pair move."""
-
-
-class _Edges(NamedTuple):
-    """The peers that a rank chooses from, and the sums of their probabilities up to each; the last is 1."""
-
-    peers: tuple[int, ...] = ()
-    sums: tuple[float, ...] = ()
-
-
-class WeightedGraph:
-    """A directed graph whose weights say how probably a rank chooses each peer, again in each round.
-
-    A dead peer's place is taken by one of its own peers, chosen likewise: who is connected stays connected.
-    """
-
-    def __init__(self, weights: Mapping[tuple[int, int], float]) -> None:
-        """`weights`: (rank, peer) -> weight, 0 or more; of each rank they are divided by their sum."""
-        chosen: dict[int, list[tuple[int, float]]] = {}
-        for (rank, peer), weight in sorted(weights.items()):
-            if rank != peer and weight > 0:
-                chosen.setdefault(rank, []).append((peer, weight))
-        self._edges = {rank: _edges(peers) for rank, peers in chosen.items()}
-        self.likeness = self._edges
-        self.ranks = {rank for edge in weights for rank in edge}
-
-    def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
-        if rank not in self._edges or len(living) == 1:
-            return ()
-        there, place, draw = set(living), rank, random_bits(random_bits(seed, round_), rank)
-        for hop in range(_MOST_HOPS):
-            peers, sums = self._edges.get(place, _Edges())
-            if not peers:
-                break
-            share = random_bits(draw, hop) / 2**64
-            place = next(peer for peer, total in zip(peers, sums, strict=True) if share < total)
-            if place in there and place != rank:
-                return (place,)
-        return TOPOLOGIES["random"].out_peers(rank, living, round_, seed)  # the dead were its only way to the others
-
-    def num_in_peers(self, num_living: int) -> int:
-        return min(1, num_living - 1)
-
-    def check(self, size: int, by_pairs: bool) -> None:
-        if unknown := self.ranks - set(range(size)):
-            raise PalaError(
-                f"Gossip: a node of 'topology' is {min(unknown)}, but the nodes must be the ranks 0 to {size - 1}."
-            )
-        _check_connected({rank: set(edges.peers) for rank, edges in self._edges.items()}, size, by_pairs)
-
-
-class PeersByFunction:
-    """The peers that a user's function names."""
-
-    def __init__(self, function: PeerFunction, by_pairs: bool) -> None:
-        """`by_pairs`: a rank may have one peer in a round, not several."""
-        self._function, self._by_pairs = function, by_pairs
-        self.likeness = "function"
-
-    def out_peers(self, rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
-        if len(living) == 1:
-            return ()
-        named = self._function(rank, living, round_)
-        try:
-            peers = tuple(map(operator.index, named)) if isinstance(named, Iterable) else (operator.index(named),)
-        except TypeError:
-            peers = (rank,)  # which it may not be
-        if not set(peers) <= set(living) - {rank} or len(set(peers)) < len(peers):
-            raise PalaError(
-                f"Gossip: 'topology' gave {named!r} for rank {rank} in round {round_}, but must give other ranks of "
-                f"the living {list(living)}, each once."
-            )
-        if self._by_pairs and len(peers) > 1:
-            raise PalaError(
-                f"Gossip: 'topology' gave {named!r} for rank {rank} in round {round_}, but with 'mixing' 'paired' a "
-                "rank has one peer in a round; give one, or set 'mixing' to 'uniform'."
-            )
-        return peers
-
-    def num_in_peers(self, num_living: int) -> int:
-        return min(1, num_living - 1)
-
-    def check(self, size: int, by_pairs: bool) -> None:
+        if self._edges is not None:
+            if unknown := set(self._edges) - set(range(size)):
+                raise PalaError(
+                    f"Gossip: a node of 'topology' is {min(unknown)}, but the nodes must be the ranks 0 to {size - 1}."
+                )
+            _check_connected(self._edges, size, by_pairs)
+            return
         edges: dict[int, set[int]] = {rank: set() for rank in range(size)}
         for round_ in range(_MOST_ROUNDS):
             for rank in range(size):
@@ -143,20 +78,86 @@ class PeersByFunction:
         _check_connected(edges, size, by_pairs, f" in the first {_MOST_ROUNDS} rounds")
 
 
-def own_peers(topology: Any, by_pairs: bool) -> OwnPeers:
+def own_topology(topology: Any, by_pairs: bool) -> OwnTopology:
     """Return the topology that a user gave: a graph as networkx has it, whose nodes are ranks, or a function. Raises
     PalaError for anything else."""
     if hasattr(topology, "edges") and hasattr(topology, "is_directed"):
-        return _from_networkx(topology)
+        return by_weights(_weights_of(topology))
     if callable(topology):
-        return PeersByFunction(topology, by_pairs)
+        return OwnTopology(partial(_ask, topology, by_pairs))
     raise PalaError(
         f"Gossip: 'topology' is {topology!r}, but must be one of {', '.join(map(repr, ('auto', *TOPOLOGIES)))}, a "
         "networkx.DiGraph, or a function (rank, living ranks, round) -> peers."
     )
 
 
-def _from_networkx(graph: Any) -> WeightedGraph:
+def _ask(
+    function: PeerFunction, by_pairs: bool, rank: int, living: Sequence[int], round_: int, seed: int
+) -> tuple[int, ...]:
+    """Return the peers that a user's function names. `by_pairs`: a rank may have one in a round, not several."""
+    named = function(rank, living, round_)
+    try:
+        peers = tuple(map(operator.index, named)) if isinstance(named, Iterable) else (operator.index(named),)
+    except TypeError:
+        peers = (rank,)  # which it may not be
+    if not set(peers) <= set(living) - {rank} or len(set(peers)) < len(peers):
+        raise PalaError(
+            f"Gossip: 'topology' gave {named!r} for rank {rank} in round {round_}, but must give other ranks of "
+            f"the living {list(living)}, each once."
+        )
+    if by_pairs and len(peers) > 1:
+        raise PalaError(
+            f"Gossip: 'topology' gave {named!r} for rank {rank} in round {round_}, but with 'mixing' 'paired' a "
+            "rank has one peer in a round; give one, or set 'mixing' to 'uniform'."
+        )
+    return peers
+
+
+def by_weights(weights: Mapping[tuple[int, int], float]) -> OwnTopology:
+    """Return the topology in which a rank chooses each peer as probably as weights say. A dead peer's place is taken by
+    one of its own peers, chosen likewise: who is connected stays connected.
+
+    `weights`: (rank, peer) -> weight, 0 or more; of each rank they are divided by their sum.
+    """
+    chosen: dict[int, list[tuple[int, float]]] = {rank: [] for edge in weights for rank in edge}
+    for (rank, peer), weight in sorted(weights.items()):
+        if rank != peer and weight > 0:
+            chosen[rank].append((peer, weight))
+    tables = {rank: _table(peers) for rank, peers in chosen.items() if peers}
+    edges = {rank: {peer for peer, _ in peers} for rank, peers in chosen.items()}
+    return OwnTopology(partial(_draw, tables), edges, likeness=tables)
+
+
+class _Table(NamedTuple):
+    """The peers that a rank chooses from, and the sums of their probabilities up to each; the last is 1."""
+
+    peers: tuple[int, ...]
+    sums: tuple[float, ...]
+
+
+def _table(peers: Sequence[tuple[int, float]]) -> _Table:
+    total = sum(weight for _, weight in peers)
+    sums = tuple(accumulate(weight / total for _, weight in peers))
+    return _Table(tuple(peer for peer, _ in peers), (*sums[:-1], 1.0))
+
+
+def _draw(tables: Mapping[int, _Table], rank: int, living: Sequence[int], round_: int, seed: int) -> tuple[int, ...]:
+    """Return the peer that a rank's table gives by the random bits of this round."""
+    if rank not in tables:
+        return ()
+    there, place, draw = set(living), rank, random_bits(random_bits(seed, round_), rank)
+    for hop in range(_MOST_HOPS):
+        if place not in tables:
+            break
+        share = random_bits(draw, hop) / 2**64
+        place = next(peer for peer, total in zip(*tables[place], strict=True) if share < total)
+        if place in there and place != rank:
+            return (place,)
+    return TOPOLOGIES["random"].out_peers(rank, living, round_, seed)  # the dead were its only way to the others
+
+
+def _weights_of(graph: Any) -> dict[tuple[int, int], float]:
+    """Return the weights of a graph's edges, 1 of an edge without one."""
     weights: dict[tuple[int, int], float] = {}
     for rank, peer, weight in graph.edges(data="weight", default=1.0):
         if type(rank) is not int or type(peer) is not int:
@@ -170,13 +171,7 @@ def _from_networkx(graph: Any) -> WeightedGraph:
         weights[rank, peer] = float(weight)
         if not graph.is_directed():
             weights[peer, rank] = float(weight)
-    return WeightedGraph(weights)
-
-
-def _edges(peers: Sequence[tuple[int, float]]) -> _Edges:
-    total = sum(weight for _, weight in peers)
-    sums = tuple(accumulate(weight / total for _, weight in peers))
-    return _Edges(tuple(peer for peer, _ in peers), (*sums[:-1], 1.0))
+    return weights
 
 
 def _check_connected(edges: Mapping[int, set[int]], size: int, by_pairs: bool, when: str = "") -> None:
