@@ -134,7 +134,7 @@ def speed() -> None:
         agent = make_agent(0, config, envs, device)
         agent.generator = make_generator(1, 0, device)
         interrupt = Interrupt()
-        exchange = NoExchange(comm, agent.flat.data, config.total_steps, ExchangeState([0]), interrupt)
+        exchange = NoExchange(comm, agent.flat.data, config, ExchangeState([0]), interrupt)
         learners[name] = Learner(agent, exchange, interrupt)
         learners[name].begin(envs.reset(np.arange(config.env.num_envs, dtype=np.int32)))
         learners[name]._advance()
