@@ -61,7 +61,8 @@ def test_the_readme_is_a_door() -> None:
 def test_the_readmes_commands(any_mpi: Launcher, tmp_path: Path) -> None:
     """Train, evaluate with a video, plot, with the lines that the README shows; resume, as the next page does."""
     (train,) = commands(README, "./launch/train.sh")
-    output = run(f"{train} {FEW} --run.dir {tmp_path} --evaluation.episodes 2", any_mpi)
+    assert '"${@:-quickstart}"' in (REPOSITORY / train).read_text(), "what it trains where nothing is given"
+    output = run(f"{train} quickstart {FEW} --run.dir {tmp_path} --evaluation.episodes 2", any_mpi)
     made = Path(re.search(r"PALA  completed after [\d,]+ steps: (\S+)", output)[1])
     assert f"learning curve: {made / 'learning_curve.png'}" in output and record_of(made)["completed"]
     assert record_of(made)["segments"][0]["ranks"] == 2
