@@ -170,15 +170,7 @@ class Supervisor:
                 self._attempt = None
             self._saw_record |= attempt.saw_record
             if self._signal is not None:
-                # Who is to continue later evaluates then, but does not try that turn after turn.
-                is_done = complete and (not self._goes_on or was_complete or self._is_done())
-                end = "the run is not complete"
-                if complete:
-                    left = ", except what follows training: the same command makes up for it"
-                    end = f"the run is complete{self._what_failed() if is_done else left}"
-                how = f" with status {status}" * (status != 0)
-                say(f"the job ended{how} after {signal.Signals(self._signal).name}; {end}.")
-                return 0 if is_done else 128 + self._signal
+                return self._status_after_signal(self._signal, status, complete, was_complete)
             if complete:
                 times = f" after {start} restart{'s' if start > 1 else ''}" if start else ""
                 say(f"run '{self.run}' is complete{times}.")
@@ -205,6 +197,19 @@ class Supervisor:
             if start < self.restarts:
                 nap(min(self.pause_s * 2.0 ** min(start, 30), _LONGEST_PAUSE_S))
         return self._give_up(f"{self.restarts} restarts were not enough" if self.restarts else "the job failed")
+
+    def _status_after_signal(self, number: int, status: int, complete: bool, was_complete: bool) -> int:
+        """Say how a job ended that was told to end. Returns this program's status: 0 if nothing is left to do.
+
+        Who is to continue later evaluates then, but does not try that turn after turn."""
+        is_done = complete and (not self._goes_on or was_complete or self._is_done())
+        end = "the run is not complete"
+        if complete:
+            left = ", except what follows training: the same command makes up for it"
+            end = f"the run is complete{self._what_failed() if is_done else left}"
+        how = f" with status {status}" * (status != 0)
+        say(f"the job ended{how} after {signal.Signals(number).name}; {end}.")
+        return 0 if is_done else 128 + number
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to the job; without one, end. Schedulers repeat theirs; people mean a second ^C."""
