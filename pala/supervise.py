@@ -127,7 +127,6 @@ class Supervisor:
         self._was_told = self._goes_on = options.go_on  # a job has been told to make the run
         self._began = False  # by a job of this supervisor
         self._attempt: Attempt | None = None  # the job that runs, or whose record has not been read
-        self._saw_record = False  # of the run, while a job trained
         self._signal: int | None = None
 
     def supervise(self) -> int:
@@ -168,7 +167,6 @@ class Supervisor:
             complete = self._is_complete(before)
             if not complete:  # else signals are only noted, for good
                 self._attempt = None
-            self._saw_record |= attempt.saw_record
             if self._signal is not None:
                 return self._status_after_signal(self._signal, status, complete, was_complete)
             if complete:
@@ -343,9 +341,7 @@ class Supervisor:
 
             go_on = f"continue with `{resume_option(self.run, run_folder.config_of(self.run))}`"
         else:
-            go_on = "give the same command again; nothing was trained"
-            if self._saw_record:
-                go_on = "put its folder back, which was deleted while it trained, or begin again by the same command"
+            go_on = "give the same command again"
         say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
         return 1
 
@@ -455,6 +451,7 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main() -> NoReturn:
     """Supervise one run; the exit status is 0 only if it is complete."""
     open_closed_streams()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a job begins there is nothing to end, nor to tell
     try:
         supervisor = Supervisor(*read_options(sys.argv[1:]))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, *hangup(), LEAVE):
