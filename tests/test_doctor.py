@@ -22,7 +22,7 @@ from pala.doctor import facts
 from pala.doctor.__main__ import _with_runs
 from pala.doctor.checks import Advice, Findings, examine
 from pala.doctor.facts import Host, Job, PairPing, Rank
-from pala.doctor.ping import turns
+from pala.doctor.ping import pairs_of
 from pala.doctor.report import report
 from support.mpi import LAUNCHERS, Launcher, assert_all_end, fake_mpirun, processes_in
 from virtual_hosts import VirtualHosts
@@ -224,28 +224,20 @@ def test_long_names_are_folded() -> None:
     assert text.endswith("  STOP  a\n            b")
 
 
-# ---- the pings' order ------------------------------------------------------------------------------------------------
+# ---- the pings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hosts", ["a", "ab", "aabb", "aaaaa", "abcabcabc", "abcdefgh", "aabbccddeeff"])
-def test_no_host_is_in_two_pairs_of_a_turn(hosts: str) -> None:
-    order = turns(hosts)
-    assert sorted(pair for turn in order for pair in turn) == [*itertools.combinations(range(len(hosts)), 2)]
-    for turn in order:
-        at = [name for pair in turn for name in {hosts[rank] for rank in pair}]
-        assert len(at) == len(set(at))
+@pytest.mark.parametrize("size", range(1, 12))
+def test_few_ranks_ping_in_all_pairs(size: int) -> None:
+    assert pairs_of(size) == [*itertools.combinations(range(size), 2)]
 
 
-def test_hosts_of_one_rank_ping_at_the_same_time() -> None:
-    assert len(turns("abcdefgh")) <= 14 and len(turns("abcdefgh")[0]) == 4  # 28 pairs: 7 turns at best
-
-
-def test_of_many_ranks_some_distances_are_left_out() -> None:
-    order = turns([str(rank) for rank in range(100)], most_pairs=200)
-    pairs = [pair for turn in order for pair in turn]
-    assert len(pairs) == len(set(pairs)) == 150  # at distances 25 and 50
-    assert {rank for pair in pairs for rank in pair} == set(range(100))
-    assert sum(map(len, turns(["a"] * 1000))) == 500  # one distance at least, which leads to other hosts
+@pytest.mark.parametrize(("size", "pairs"), [(16, 56), (20, 50), (100, 50), (1000, 500)])
+def test_of_many_ranks_some_distances_are_left_out(size: int, pairs: int) -> None:
+    """One distance at least, the longest, which leads to other hosts."""
+    found = pairs_of(size)
+    assert len(found) == len(set(found)) == pairs and (0, size // 2) in found
+    assert {rank for pair in found for rank in pair} == set(range(size))
 
 
 # ---- facts -----------------------------------------------------------------------------------------------------------
