@@ -125,7 +125,7 @@ def test_an_interrupt_before_the_job_leaves_no_traceback(there: Path) -> None:
     mpirun = fake_mpirun(there, "kill -INT $PPID; sleep 1\n")
     command = [sys.executable, "-m", "pala", "train", "-n", "2", "--mpirun", mpirun]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
 
 
 @pytest.mark.parametrize(("told", "status"), [("SIGUSR2", 140), ("SIGTERM", 1)])
