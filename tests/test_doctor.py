@@ -355,6 +355,17 @@ def test_where_runs_are_to_be_is_written_to_without_a_trace(
     assert len(seen) == sees and sorted(tmp_path.rglob("*")) == before
 
 
+def test_what_a_shell_finds_in_place_of_this_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing, where PATH leads to the same folder by a link."""
+    (tmp_path / "link").symlink_to(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", str(tmp_path / "link"))
+    assert facts.others_in_path() == {}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert facts.others_in_path()["python"] == "missing"
+    (tmp_path / "python").symlink_to(sys.executable)
+    assert facts.others_in_path()["python"] == str(tmp_path / "python")
+
+
 # ---- trying mpirun ---------------------------------------------------------------------------------------------------
 
 

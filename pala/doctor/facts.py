@@ -164,9 +164,9 @@ def slurm_here() -> dict[str, str]:
 
 def others_in_path() -> dict[str, str]:
     """Return the `python` and `mpirun` that a shell finds in place of those beside this Python, or "missing"."""
-    own = {name: Path(sys.executable).with_name(name) for name in ("python", "mpirun")}
-    found = {name: shutil.which(name) or "missing" for name, path in own.items() if path.exists()}
-    return {name: path for name, path in found.items() if Path(path).parent != own[name].parent}
+    own = Path(sys.executable).parent
+    found = {name: shutil.which(name) or "missing" for name in ("python", "mpirun") if (own / name).exists()}
+    return {name: path for name, path in found.items() if Path(path).parent.resolve() != own.resolve()}
 
 
 def host_here(launcher: Launcher) -> Host:
