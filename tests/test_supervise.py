@@ -124,7 +124,13 @@ def test_an_interrupt_before_the_job_leaves_no_traceback(there: Path) -> None:
     """While mpirun was asked for its version it did."""
     mpirun = fake_mpirun(there, "kill -INT $PPID; sleep 1\n")
     command = [sys.executable, "-m", "pala", "train", "-n", "2", "--mpirun", mpirun]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background has it ignored
+    )
     assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
 
 
