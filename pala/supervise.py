@@ -36,19 +36,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from pala.config import to_table
 from pala.run import run_folder
 from pala.run.attempt import GENTLY, Attempt, say
 from pala.run.lock import SupervisedError, supervised, who_trains
+from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
 from pala.system.hosts import Host, answering, read_hosts
 from pala.system.interrupt import LEAVE, hangup
 from pala.system.jobs import command_of, environment_of_jobs
 from pala.system.launcher import Launch
-from pala.system.output import SUPERVISED, log, open_closed_streams
+from pala.system.output import SUPERVISED, log
 from pala.system.search_path import refuse_another_pala
 from pala.system.tables import flatten, shown
 from pala.system.waiting import nap
@@ -127,7 +127,6 @@ class Supervisor:
         self._was_told = self._goes_on = options.go_on  # a job has been told to make the run
         self._began = False  # by a job of this supervisor
         self._attempt: Attempt | None = None  # the job that runs, or whose record has not been read
-        self._saw_record = False  # of the run, while a job trained
         self._signal: int | None = None
 
     def supervise(self) -> int:
@@ -168,7 +167,6 @@ class Supervisor:
             complete = self._is_complete(before)
             if not complete:  # else signals are only noted, for good
                 self._attempt = None
-            self._saw_record |= attempt.saw_record
             if self._signal is not None:
                 return self._status_after_signal(self._signal, status, complete, was_complete)
             if complete:
@@ -343,9 +341,7 @@ class Supervisor:
 
             go_on = f"continue with `{resume_option(self.run, run_folder.config_of(self.run))}`"
         else:
-            go_on = "give the same command again; nothing was trained"
-            if self._saw_record:
-                go_on = "put its folder back, which was deleted while it trained, or begin again by the same command"
+            go_on = "give the same command again"
         say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
         return 1
 
@@ -452,25 +448,19 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, others + (["--run.spares", str(options.spares)] if options.spares is not None else [])
 
 
-def main() -> NoReturn:
+@exit_on_mistake(OSError)
+def main() -> None:
     """Supervise one run; the exit status is 0 only if it is complete."""
-    open_closed_streams()
-    try:
-        supervisor = Supervisor(*read_options(sys.argv[1:]))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, *hangup(), LEAVE):
-            signal.signal(number, supervisor.on_signal)
-        launch = Launch.detect()
-        if launch.size > 1 and launch.rank == 0:
-            log(
-                f"pala train: this was started {launch.size} times at once, as by srun or mpirun, and each starts a "
-                "job of its own. For one run start it once: it calls mpirun itself."
-            )
-        sys.exit(supervisor.supervise())
-    except PalaError as error:
-        log(f"pala: error: {error}")
-    except OSError as error:
-        log(f"pala: error: {reason(error)}")
-    sys.exit(2)
+    supervisor = Supervisor(*read_options(sys.argv[1:]))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGQUIT, *hangup(), LEAVE):
+        signal.signal(number, supervisor.on_signal)
+    launch = Launch.detect()
+    if launch.size > 1 and launch.rank == 0:
+        log(
+            f"pala train: this was started {launch.size} times at once, as by srun or mpirun, and each starts a job of "
+            "its own. For one run start it once: it calls mpirun itself."
+        )
+    sys.exit(supervisor.supervise())
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def test_kills_that_would_end_the_job_are_refused(config: Config, ulfm: bool, wo
         (["r", "--mean-s", "0"], "'--mean-s' is 0"),
         (["r", "--duration-s", "-1"], "'--duration-s' is -1"),
         (["r", "--output", "nowhere/report.json"], "there is no folder 'nowhere'"),
-        (["r", "--fault", "stop"], "did you mean `--faults`?"),
+        (["r", "--fault", "stop"], "--faults"),
     ],
 )
 def test_mistakes_in_the_command_are_told(arguments: list[str], words: str) -> None:

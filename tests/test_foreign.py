@@ -357,8 +357,8 @@ def test_the_doctor_finds_no_module_in_the_working_directory(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     with Watchdog(0):
         pass
-    hello = subprocess.run([sys.executable, "-c", facts._HELLO], capture_output=True, text=True, timeout=60)
-    assert hello.stdout == "size 1\n", hello.stderr
+    (tmp_path / "pala.py").touch()
+    assert "take for PALA" in facts.try_mpirun("mpirun")
     assert not mark.exists()
 
 

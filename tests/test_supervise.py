@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -121,22 +120,18 @@ def test_after_a_signal_the_status_is_0_only_if_the_run_is_complete(
     assert f"after {number.name}; the run is {'' if trained else 'not '}complete" in capsys.readouterr().err
 
 
-def test_a_run_whose_folder_is_deleted_was_trained(
-    there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It said that nothing was."""
-    monkeypatch.setattr(jobs, "LOOK_S", 0.05)
-
-    def deleted(of: Scripted) -> int:
-        attempt(100, 1)(of)
-        with job_of("sleep", "2") as job:
-            of._attempt._end_if_it_does_not_end(job)
-        shutil.rmtree(of.run)
-        return 1
-
-    assert Scripted(["--run.name", "r", "--restarts", "0"], [deleted]).supervise() == 1
-    said = capsys.readouterr().err
-    assert "put its folder back, which was deleted while it trained" in said and "nothing was trained" not in said
+def test_an_interrupt_before_the_job_leaves_no_traceback(there: Path) -> None:
+    """While mpirun was asked for its version it did."""
+    mpirun = fake_mpirun(there, "kill -INT $PPID; sleep 1\n")
+    command = [sys.executable, "-m", "pala", "train", "-n", "2", "--mpirun", mpirun]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background has it ignored
+    )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "")
 
 
 @pytest.mark.parametrize(("told", "status"), [("SIGUSR2", 140), ("SIGTERM", 1)])
@@ -719,7 +714,7 @@ def test_a_job_that_died_before_it_trained_leaves_nothing_to_resume(there: Path,
     supervisor = Scripted(["quickstart", "--restarts", "0", "--seed", "3"], [dies_early])
     assert supervisor.supervise() == 1 and supervisor.told[0][:3] == ["quickstart", "--seed", "3"]
     said = capsys.readouterr().err
-    assert "nothing was trained" in said and "--resume" not in said
+    assert "give the same command again" in said and "--resume" not in said
     assert without_preset(["--run.name", "pong", "pong"], Path("pong")) == ["--run.name", "pong"]
     with pytest.raises(SystemExit):
         read_options(["--help"])

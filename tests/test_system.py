@@ -512,7 +512,7 @@ def test_that_mpirun_refuses_ranks_is_told_with_what_to_do(
     """In one sentence, and not because an earlier job of the same log was refused."""
     log = tmp_path / "log"
     monkeypatch.setenv("SLURM_NTASKS", tasks)
-    with pytest.raises(PalaError, match=rf"refuses that many ranks: .*{counted}\..*`--map-by :over.*train.sh do\.$"):
+    with pytest.raises(PalaError, match=rf"refuses that many ranks: .*{counted}\..*`--map-by :over.*\(Open MPI 5\)\.$"):
         run_job(["sh", "-c", "echo There are not enough slots available in the system; exit 1"], log)
     with pytest.raises(PalaError, match="failed with status 1"):
         run_job(["false"], log)

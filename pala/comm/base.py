@@ -17,7 +17,6 @@ Nothing in this package knows what a message means. Nothing outside it calls MPI
 from __future__ import annotations
 
 import abc
-import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
@@ -134,20 +133,9 @@ class Transport(abc.ABC):
         without any lock held."""
         self.poll()
 
-    def has_sent(self) -> bool:
-        """Return True if everything that was to be sent has left. Any thread."""
-        return True
-
-    def wait_until_sent(self, patience_s: float, interrupt: Interrupt) -> None:
+    def wait_until_sent(self, patience_s: float, interrupt: Interrupt) -> None:  # noqa: B027
         """Wait until everything that was to be sent has left, a signal comes, or `patience_s` is over, as when a peer
         is stopped. The learner's thread, without any lock held."""
-        deadline = time.monotonic() + patience_s
-        self.hurry(True)
-        while not self.has_sent() and time.monotonic() < deadline and interrupt.signal is None:
-            self.raise_failure()
-            self.poll()
-            time.sleep(0.001)
-        self.hurry(False)
 
     def hurry(self, waiting: bool) -> None:  # noqa: B027
         """Set whether this rank's learner is waiting for a message. Any thread."""

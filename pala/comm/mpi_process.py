@@ -181,9 +181,10 @@ def _apart(ranks: int, library: str) -> str:
 
 
 def _mixed(ranks: int, library: str) -> str:
+    own = Path(sys.executable).with_name("mpirun")
     return (
         f"The launcher started {ranks} ranks, but mpirun and mpi4py use different MPI libraries (mpi4py has "
-        f"{library}). Use the mpirun of the same environment."
+        f"{library}). Use {own if own.exists() else 'the mpirun of the same environment'}."
     )
 
 

@@ -63,9 +63,14 @@ class ThreadedTransport(Transport):
             self._num_pending += 1
         (self._bulk_outbox if bulk else self._small_outbox).append((peer, packet))
 
-    def has_sent(self) -> bool:
-        with self._counting:
-            return self._num_pending == 0
+    def wait_until_sent(self, patience_s: float, interrupt: Interrupt) -> None:
+        deadline = time.monotonic() + patience_s
+        self.hurry(True)
+        while self._num_pending > 0 and time.monotonic() < deadline and interrupt.signal is None:
+            self.raise_failure()
+            self.poll()
+            time.sleep(0.001)
+        self.hurry(False)
 
     def close(self, timeout_s: float, interrupt: Interrupt) -> None:
         self.pause(timeout_s, interrupt)

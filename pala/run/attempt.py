@@ -62,7 +62,6 @@ class Attempt:
     def __init__(self, run: Path, ranks: int, start_timeout_s: float) -> None:
         """`ranks`: of the job; `start_timeout_s`: the longest that they may take to come up."""
         self.said_mistake = False  # a mistake of the user's
-        self.saw_record = False  # of the run, while the job trained
         self.is_late = False  # its ranks did not come up in time
         self._run, self._segments = run, run_folder.num_segments(run)
         self._arrivals, self._start_timeout_s = Arrivals(ranks), start_timeout_s
@@ -140,13 +139,7 @@ class Attempt:
 
     def _end_if_it_does_not_end(self, job: MpiJob) -> None:
         """Wait for mpirun's end, and end it if it outlives its ranks."""
-        watch = EndWatch(self._run, self._segments)
-
-        def is_over() -> bool:
-            self.saw_record |= run_folder.has_record(self._run)
-            return watch.is_over()
-
-        if job.outlives_its_ranks(is_over):
+        if job.outlives_its_ranks(EndWatch(self._run, self._segments).is_over):
             say(f"no rank has lived for {LINGER_S:g} s, but mpirun has not ended: it is ended.")
             _end(job)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from pala.system.errors import PalaError, closest, nearest, reason
+from pala.system.errors import PalaError, nearest, reason
 from pala.system.interrupt import raising_at_signals
 from pala.system.launcher import speaks
 from pala.system.output import log, open_closed_streams, print_result
@@ -44,9 +44,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
             if speaks():
                 print_result(printed.getvalue().rstrip("\n"))
             raise
-        unknown = _unknown(arguments, default)
-        why = f": {unknown} `{_called(program)} --help` lists all." if unknown else f".\n{printed.getvalue()}"
-        raise PalaError(f"the command line was not understood{why}") from None
+        raise PalaError(f"the command line was not understood.\n{printed.getvalue()}") from None
 
 
 def check_choices(option: str, values: Iterable[str], known: Collection[str]) -> None:
@@ -74,43 +72,17 @@ def _called(program: str) -> str:
     return sys.argv[0] if sys.argv[0].startswith("pala ") else program
 
 
-def _options(command: Any, kind: type = object, section: str = "") -> list[str]:
-    """Return the names of all options whose value is of a kind: `total-steps`, `a2c.gamma`."""
+def _options(command: Any, kind: type, section: str = "") -> list[str]:
+    """Return the names of all options whose value is of a kind, bool or int: `total-steps`, `a2c.rollout-steps`."""
     names = []
     for field in dataclasses.fields(command):
         value, name = getattr(command, field.name, None), field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
             flattened = name in ("config", "conditions")  # tyro.conf.arg(name="")
             names += _options(value, kind, "" if flattened else f"{section}{name}.")
-        elif isinstance(value, kind) and (kind in (object, bool) or not isinstance(value, bool)):
+        elif type(value) is kind:
             names.append(section + name)
     return names
-
-
-def _unknown(arguments: list[str], command: Any) -> str:
-    """Return the error message for the first option that does not exist; empty if all exist."""
-    known = _options(command)
-    for argument in arguments:
-        name = argument[2:].partition("=")[0].replace("_", "-")
-        section, _, last = name.rpartition(".")
-        positive = f"{section}.{last.removeprefix('no-')}".lstrip(".")
-        if argument.startswith("--") and not {name, positive} & {*known, "help"}:
-            guess = _nearest_option(name, known)
-            return f"there is no option '--{name}'{f'; did you mean `--{guess}`?' if guess else '.'}"
-    return ""
-
-
-def _nearest_option(name: str, known: list[str]) -> str:
-    """Return the option that is probably meant, or an empty string: `lr` is `a2c.learning-rate`."""
-    section, _, last = name.rpartition(".")
-    within = [option for option in known if not section or option.startswith(f"{section}.")] or known
-    for candidates in (within, known):
-        ends = {option.rpartition(".")[2]: option for option in reversed(candidates)}
-        short = [option for end, option in ends.items() if "".join(word[0] for word in end.split("-")) == last]
-        alike = closest(last, ends, 0.75)
-        if short or alike:
-            return short[-1] if short else ends[alike]
-    return closest(name, known, 0.6)
 
 
 def _check_switches(arguments: list[str], switches: set[str]) -> None:

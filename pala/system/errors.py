@@ -22,14 +22,10 @@ class PalaError(Exception):
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string as `closest`."""
-    match = closest(name, known, cutoff)
-    return f"; did you mean '{match}'?" if match else ""
-
-
-def closest(name: str, known: Iterable[str], cutoff: float) -> str:
-    """Return the known name closest to `name`, or an empty string if none is as alike as `cutoff`, in [0, 1]."""
-    return next(iter(difflib.get_close_matches(name[:_LONGEST], list(known), n=1, cutoff=cutoff)), "")
+    """Return `"; did you mean 'x'?"` for the known name closest to `name`, or an empty string if none is as alike as
+    `cutoff`, in [0, 1]."""
+    matches = difflib.get_close_matches(name[:_LONGEST], list(known), n=1, cutoff=cutoff)
+    return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
 def reason(error: Exception) -> str:

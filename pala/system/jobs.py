@@ -25,20 +25,16 @@ LOOK_S = 5.0  # a job is looked at so often
 _TAIL_LINES = 25
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
 _OF_MPI = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # shared memory of MPICH, of Open MPI
-MAPPING, _OVERSUBSCRIBE = "PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"
+_MAPPING, _OVERSUBSCRIBE = "PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"
 _REFUSAL = "There are not enough slots available"  # of Open MPI
 
 
-def why_refused(environment: Mapping[str, str]) -> str:
-    """Return why mpirun refuses ranks, and what to do: a sentence's second half. `environment`: environment variables,
-    Slurm's among them."""
+def _why_refused() -> str:
+    """Return why mpirun refuses ranks, and what to do: a sentence's second half."""
     counted = "it starts no more than it counts cores. For more, "
-    if tasks := environment.get("SLURM_NTASKS"):
+    if tasks := os.environ.get("SLURM_NTASKS"):
         counted = f"it starts no more than the tasks that Slurm has allocated, {tasks}. Ask for more by `--ntasks`, or "
-    return (
-        f"{counted}give mpirun `--map-by :oversubscribe`, or set PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe "
-        "(Open MPI 5), as `pala train -n` and ./launch/train.sh do."
-    )
+    return f"{counted}give mpirun `--map-by :oversubscribe`, or set {_MAPPING}={_OVERSUBSCRIBE} (Open MPI 5)."
 
 
 def launcher_of(template: str, ranks: int) -> list[str]:
@@ -80,11 +76,11 @@ def environment_of_jobs(on_one_host: bool = True) -> dict[str, str]:
         "OMPI_MCA_hwloc_base_binding_policy": "none",  # and 4
     }
     if on_one_host and os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
-        usual[MAPPING] = _OVERSUBSCRIBE
+        usual[_MAPPING] = _OVERSUBSCRIBE
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
     environment = usual | os.environ | path
-    if not on_one_host and environment.get(MAPPING) == _OVERSUBSCRIBE:
-        environment[MAPPING] = "slot"
+    if not on_one_host and environment.get(_MAPPING) == _OVERSUBSCRIBE:
+        environment[_MAPPING] = "slot"
     return environment
 
 
@@ -211,7 +207,7 @@ def run_job(
         with open(log, "rb") as file:
             file.seek(begin)
             if _REFUSAL.encode() in file.read():
-                raise PalaError(f"`{shlex.join(words)}`: mpirun refuses that many ranks: {why_refused(os.environ)}")
+                raise PalaError(f"`{shlex.join(words)}`: mpirun refuses that many ranks: {_why_refused()}")
         raise PalaError(f"`{shlex.join(words)}` failed with status {status}.{tail(log)}")
 
 
