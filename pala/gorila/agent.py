@@ -179,8 +179,8 @@ def build(
     (network, flat), (target_network, target) = collectively(comm, lambda: _two_of(make_one, device))
 
     def make_rules() -> Rules:
-        num_ranks, num_actions = len(roles.everybody) + config.run.spares, network.distribution.num_outputs
-        return Rules.of(config, roles, num_ranks, flat, envs.observation_space, num_actions, frame_stack)
+        num_ranks = len(roles.everybody) + config.run.spares
+        return Rules.of(config, roles, num_ranks, flat, envs.observation_space, frame_stack)
 
     rules = collectively(comm, make_rules)  # first, since it refuses a minibatch that is too large
     batch_size = config.gorila.minibatch_size
