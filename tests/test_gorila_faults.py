@@ -17,10 +17,10 @@ from pala.gorila import worker as worker_module
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.members import Watch
 from pala.gorila.messages import Kind
+from pala.gorila.shard import assemble
 from pala.system.errors import EndError
 from pala.testing.faults import Fault, fail_at, fail_at_message, stop_at_message
 from pala.testing.memory import Killed, MemoryCommunicator
-from support.checkpoints import assembled
 from support.gorila_ranks import LOCAL, MANY, make_config, make_ranks, play
 from support.memory_jobs import ENDLESS, GORILA, SEPARATE, Trained, gorila, stop_when, stopped_well, train
 
@@ -156,7 +156,7 @@ def test_what_is_left_learns_to_the_end(order: str, tmp_path: Path) -> None:
     assert isinstance(trained.results[3], Killed) and isinstance(trained.results[4], Killed)
     assert trained.ended_well(but_for=[3, 4])
     assert trained.total("gradients_sent", rank=2) > 60
-    assert assembled([trained.states()[rank] for rank in (0, 1)]).version > 60
+    assert assemble([trained.states()[rank] for rank in (0, 1)]).version > 60
 
 
 # ---- ranks that stop -------------------------------------------------------------------------------------------------

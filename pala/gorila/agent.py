@@ -84,8 +84,8 @@ class GorilaAgent(Agent[GorilaExchange]):
         """Read all shards on rank 0 for all ranks. Returns the counters for another number of ranks. Collective."""
 
         def read() -> tuple[dict[str, Any], int]:
-            states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
-            begin = assemble(states, len(self.flat.data))
+            states = checkpoint.load_all(saved.segment, self.flat.signature)
+            begin = assemble(states)
             for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
                 mine.copy_(of_all)
             before = saved.config.gorila.optimiser
