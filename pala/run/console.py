@@ -22,8 +22,6 @@ from pala.system.text import counted, duration
 if TYPE_CHECKING:
     from pala.run.panel import CellPanel, Panel  # rich
 
-_WORTH_TELLING_S = 20.0
-
 
 def _number(value: float | None, form: str = "{:.1f}") -> str:
     return "-" if value is None else form.format(value)
@@ -49,13 +47,6 @@ class Figures:
         if not speed or (view.mean("epsilon") is not None and not view.has_learned_throughout):
             return None
         return (self.budget_steps - self.global_steps) / speed
-
-    def estimate(self) -> str:
-        """Return how long the run will take, when that can be told and is worth it; else empty."""
-        if self.left_s is None or self.left_s < _WORTH_TELLING_S:
-            return ""
-        left, speed = self.budget_steps - self.global_steps, self._view.global_steps_per_s
-        return f"PALA  takes about {duration(self.left_s)} more: {left:,} steps at {speed:,.0f} steps/s"
 
     def texts(self) -> dict[str, str]:
         """Label -> text, in the order shown."""
@@ -106,10 +97,6 @@ class Lines:
         """Show the figures: label -> text, in this order."""
         print_result(" | ".join(f"{label} {text}" for label, text in figures.items()))
 
-    def estimate(self, text: str) -> None:
-        """Show once how long the run takes."""
-        print_result(text)
-
     def close(self) -> None:
         """Close the output; there is nothing to restore."""
 
@@ -151,7 +138,7 @@ class Reporter:
         count; None for a rank that continues another one's: all count."""
         self.view = RunView(run, ranks + spares)
         self.view.living = range(ranks)
-        self._figures, self._estimated = Figures(self.view, budget_steps), False
+        self._figures = Figures(self.view, budget_steps)
         self._entropy = EntropyWatch(budget_steps, begin_steps)
         title = f"PALA  {run}  {counted(ranks, 'rank')}"
         self._console: Lines | Panel | CellPanel | None = None
@@ -168,7 +155,8 @@ class Reporter:
         self._figures.refresh(global_steps)
         texts = self._figures.texts()
         with self._losing_the_console():
-            self._show(texts)
+            if self._console is not None:
+                self._console.show(texts)
         if said := self._entropy.look(self.view.mean("entropy"), global_steps):
             log(said)
         with self._losing_tensorboard():
@@ -184,14 +172,6 @@ class Reporter:
         with self._losing_tensorboard():
             if self._tensorboard is not None:
                 self._tensorboard.close()
-
-    def _show(self, texts: dict[str, str]) -> None:
-        if self._console is None:
-            return
-        self._console.show(texts)
-        if not self._estimated and (estimate := self._figures.estimate()):
-            self._estimated = True
-            self._console.estimate(estimate)
 
     @contextmanager
     def _losing_the_console(self) -> Iterator[None]:
