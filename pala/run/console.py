@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pala.config import Config, to_table
+from pala.config.influence import settings_that_matter
 from pala.run.entropy_watch import EntropyWatch
 from pala.run.metrics import SECTIONS
 from pala.run.tensorboard import FOLDER, TensorBoard
@@ -17,6 +19,7 @@ from pala.run.view import RunView
 from pala.system.errors import reason
 from pala.system.launcher import terminal_size
 from pala.system.output import log, print_result
+from pala.system.tables import flatten
 from pala.system.text import counted, duration
 
 if TYPE_CHECKING:
@@ -122,33 +125,22 @@ def make_console(kind: str, title: str) -> Lines | Panel | CellPanel | None:
 class Reporter:
     """Reads the metrics files of all ranks and feeds console and TensorBoard; one rank has it."""
 
-    def __init__(
-        self,
-        run: Path,
-        ranks: int,
-        budget_steps: int,
-        console: str,
-        tensorboard: bool,
-        spares: int = 0,
-        settings: Mapping[str, Any] | None = None,
-        begin_steps: int | None = None,
-    ) -> None:
-        """`spares`: ranks that may join those; `settings`: the run's settings by dotted keys, for TensorBoard;
-        `begin_steps`: steps of all ranks at the start, after which earlier jobs' events in TensorBoard do not
-        count; None for a rank that continues another one's: all count."""
-        self.view = RunView(run, ranks + spares)
+    def __init__(self, run: Path, ranks: int, config: Config, begin_steps: int | None = None) -> None:
+        """`ranks`: number of those that train at first; `begin_steps`: steps of all ranks at the start, after which
+        earlier jobs' events in TensorBoard do not count; None for a rank that continues another one's: all count."""
+        self.view = RunView(run, ranks + config.run.spares)
         self.view.living = range(ranks)
-        self._figures = Figures(self.view, budget_steps)
-        self._entropy = EntropyWatch(budget_steps, begin_steps)
+        self._figures = Figures(self.view, config.total_steps)
+        self._entropy = EntropyWatch(config.total_steps, begin_steps)
         title = f"PALA  {run}  {counted(ranks, 'rank')}"
         self._console: Lines | Panel | CellPanel | None = None
         with self._losing_the_console():
-            self._console = make_console(console, title)
+            self._console = make_console(config.run.console, title)
         self._tensorboard: TensorBoard | None = None
-        if tensorboard:
+        if config.run.tensorboard:
             with self._losing_tensorboard():
                 self._tensorboard = TensorBoard(run / FOLDER, begin_steps)
-                self._tensorboard.describe({"ranks": ranks, **(settings or {})})
+                self._tensorboard.describe({"ranks": ranks} | settings_that_matter(flatten(to_table(config))))
 
     def report(self, global_steps: int) -> dict[str, Any]:
         """Read what is new, show it and return it."""
