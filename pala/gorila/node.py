@@ -129,9 +129,8 @@ class Node:
         self.parameters = Copy(version, len(self._parts))
         self.target = Copy(targets_at(version, self._config), len(self._parts))
         self._open: set[tuple[int, Kind]] = set()  # rank and what it owes
-        # Steps of all ranks before which no replay that begins empty is sampled. A spare's peers have learned.
-        begins_empty = members is None and not (store is not None and len(store))
-        self._learns_after = budget.global_steps + self._config.min_replay_steps if begins_empty else 0
+        # Steps of all ranks before which no replay is sampled: all begin empty. A spare's peers have learned.
+        self._learns_after = budget.global_steps + self._config.min_replay_steps if members is None else 0
         self._samples = False  # whether this rank has begun to learn
         self._sampled: tuple[int, ...] = ()  # ranks whose replay it samples then
         self._num_gradients = self._steps_since_fetch = self._num_steps = 0
@@ -286,7 +285,7 @@ class Node:
     # ---- what comes ----------------------------------------------------------------------------------------------
 
     def on_message(self, source: int, data: np.ndarray) -> None:
-        """Take in any bytes from any rank."""
+        """Take in a message from any rank, or refuse one whose header is not of this job."""
         message = self._wire.decode_from(source, data)
         if isinstance(message, Message):
             self.members.hear(message)
