@@ -171,7 +171,7 @@ METRICS = (
         "played while its replay was silent or dead, and lost",
     ),
     Metric("messages_refused", "interval", _GORILA, "all", "",
-        "of the wrong size or network, or for a role that this rank lacks",
+        "of the wrong size or network",
     ),
 )  # fmt: skip
 """Every field that training writes, in the order in which docs/metrics.md shows them."""

@@ -106,7 +106,7 @@ class _A2C(Algorithm):
         from pala.a2c.averaging import average_of
 
         first_only = config.exchange_kind.independent
-        state, number = average_of(segment, flat.signature, len(flat.data), first_only)
+        state, number = average_of(segment, flat.signature, first_only)
         flat.data.copy_(state.tensors["parameters"])
         ranks = counted(number, "rank")
         words = f"checkpoint of rank {state.rank} of {ranks}" if first_only else f"mean of checkpoints of {ranks}"
@@ -130,8 +130,8 @@ class _Gorila(Algorithm):
         from pala.gorila.shard import assemble
         from pala.run import checkpoint
 
-        states = checkpoint.load_all(segment, flat.signature, len(flat.data))
-        flat.data.copy_(assemble(states, len(flat.data)).parameters)
+        states = checkpoint.load_all(segment, flat.signature)
+        flat.data.copy_(assemble(states).parameters)
         return checkpoint.joint_counters(states)["base_steps"], f"checkpoints of {counted(len(states), 'rank')}"
 
     def epsilon(self, config: Config) -> float | None:

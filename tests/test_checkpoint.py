@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pala.a2c.averaging import average_of, check_actor_critic
+from pala.a2c.averaging import average_of
 from pala.run import checkpoint, tensor_file
 from pala.run.checkpoint import RankState, load_all, load_policy, load_rank, save_policy, save_rank
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_json
-from support.checkpoints import PARAMETERS, SIGNATURE, file_of, load_state, make_state, same
+from support.checkpoints import SIGNATURE, file_of, load_state, make_state, same
 
 
 def test_a_state_is_read_back_bit_for_bit(tmp_path):
@@ -111,7 +111,7 @@ def test_a_spare_that_trained_is_found_by_the_checkpoint_before_its_last(tmp_pat
         state.counters["spares"] = 1
         save_rank(tmp_path, state)
     os.replace(file_of(tmp_path, 2), tmp_path / "rank-0002.previous.safetensors")
-    assert [state.rank for state in load_all(tmp_path, SIGNATURE, PARAMETERS)] == [0, 1, 2]
+    assert [state.rank for state in load_all(tmp_path, SIGNATURE)] == [0, 1, 2]
 
 
 def test_a_crash_at_any_rename_leaves_a_checkpoint(tmp_path, monkeypatch):
@@ -177,16 +177,16 @@ def test_another_ranks_file_is_refused(tmp_path, capsys):
         save_rank(tmp_path, make_state(rank, 2))
     file_of(tmp_path).write_bytes(file_of(tmp_path, 1).read_bytes())
     with pytest.raises(PalaError, match=r"rank-0000.safetensors' is rank 1's of 2 ranks, not that of rank 0\."):
-        load_all(tmp_path, SIGNATURE, PARAMETERS)
+        load_all(tmp_path, SIGNATURE)
     save_rank(tmp_path, make_state(0, 3))
     with pytest.raises(PalaError, match=r"rank-0000.safetensors' is rank 0's of 3 ranks, not that of rank 0 of 2\."):
         load_state(tmp_path, ranks=2)
     with pytest.raises(PalaError, match=r"rank-0001.safetensors' is rank 1's of 2 ranks, not that of rank 1 of 3\."):
-        load_all(tmp_path, SIGNATURE, PARAMETERS)
+        load_all(tmp_path, SIGNATURE)
     for fill in (1.0, 2.0):
         save_rank(tmp_path, make_state(0, 2, fill=fill))
     file_of(tmp_path).write_bytes(file_of(tmp_path, 1).read_bytes())
-    assert load_all(tmp_path, SIGNATURE, PARAMETERS)[0].tensors["parameters"][0] == 1
+    assert load_all(tmp_path, SIGNATURE)[0].tensors["parameters"][0] == 1
     assert "is rank 1's of 2 ranks" in capsys.readouterr().err
 
 
@@ -288,13 +288,13 @@ def test_files_of_another_kind_are_refused(tmp_path, monkeypatch):
 def test_another_network_is_refused(tmp_path):
     save_rank(tmp_path, make_state())
     with pytest.raises(PalaError, match="is of another network"):
-        load_rank(tmp_path, 0, SIGNATURE - 1, None, PARAMETERS)
+        load_rank(tmp_path, 0, SIGNATURE - 1)
 
 
 def averaged(folder: Path, states: list[RankState], first_only: bool = False) -> RankState:
     for state in states:
         save_rank(folder, state)
-    average, number = average_of(folder, SIGNATURE, PARAMETERS, first_only)
+    average, number = average_of(folder, SIGNATURE, first_only)
     assert number == len(states)
     return average
 
@@ -309,7 +309,7 @@ def test_average_is_the_weighted_mean_and_counts_all_steps(tmp_path):
         assert result.tensors[name].tolist() == pytest.approx(expected, abs=1e-6)
     assert result.counters["base_steps"] == 1000 + 100 + 200 + 300
     assert result.random_states == {}
-    states = load_all(tmp_path, SIGNATURE, PARAMETERS, whole=False)
+    states = load_all(tmp_path, SIGNATURE, whole=False)
     assert not any(state.tensors or state.random_states for state in states)
 
 
@@ -320,7 +320,7 @@ def test_of_a_lost_rank_only_the_steps_count(tmp_path):
         state.counters["steps_by_rank"] = [state.counters["local_steps"] if r == rank else 0 for r in range(3)]
         state.counters["lost"] = [] if rank == 2 else [2]
         save_rank(tmp_path, state)
-    states = load_all(tmp_path, SIGNATURE, PARAMETERS)
+    states = load_all(tmp_path, SIGNATURE)
     assert [state.rank for state in states] == [0, 1]
     assert averaged(tmp_path, states).counters["base_steps"] == 1000 + 100 + 200 + 300
 
@@ -339,7 +339,7 @@ def test_average_leaves_out_ranks_that_are_not_finite(tmp_path):
 def test_load_all_wants_every_rank(tmp_path):
     save_rank(tmp_path, make_state(0, 2))
     with pytest.raises(PalaError, match=r"rank-0001.safetensors' does not exist"):
-        load_all(tmp_path, SIGNATURE, PARAMETERS)
+        load_all(tmp_path, SIGNATURE)
 
 
 def test_the_newest_segment_is_the_last_with_a_checkpoint(tmp_path):
@@ -374,22 +374,6 @@ def test_a_policy_is_exported_with_its_header(tmp_path):
     assert header.items() <= read.items()
     with pytest.raises(PalaError, match="does not exist"):
         load_policy(tmp_path / "other.safetensors")
-
-
-def test_a_checkpoint_of_another_network_is_told_whatever_its_size(tmp_path):
-    save_rank(tmp_path, make_state())
-    for parameters in (5, 6, 7):
-        with pytest.raises(PalaError, match="is of another network; resume with"):
-            load_rank(tmp_path, 0, SIGNATURE + 1, None, parameters)
-
-
-@pytest.mark.parametrize("length", [1, 5, 7])
-def test_vectors_of_another_length_are_refused_with_momentum_too(length, tmp_path):
-    state = make_state()
-    state.tensors = {name: torch.zeros(length) for name in ("parameters", "mean_square", "movement")}
-    save_rank(tmp_path, state)
-    with pytest.raises(PalaError, match="other tensors than this run's network"):
-        check_actor_critic(load_rank(tmp_path, 0, SIGNATURE, None, 7), PARAMETERS)
 
 
 def test_a_rank_that_never_saved_what_it_learned_is_left_out(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pala.config import Config, RunConfig
 from pala.run.console import Reporter
 from pala.run.entropy_watch import EntropyWatch
 from pala.run.metrics import MetricsWriter, metrics_path
@@ -49,7 +50,7 @@ def test_a_short_run_says_it_and_one_that_continues_does_not(
     begin_steps: int | None, says: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Fast environments make over 1 % of their budget before the first record, and heard nothing."""
-    reporter = Reporter(tmp_path, 1, 100_000, "none", tensorboard=False, begin_steps=begin_steps)
+    reporter = Reporter(tmp_path, 1, Config(total_steps=100_000, run=RunConfig(console="none")), begin_steps)
     metrics_path(tmp_path, 0).parent.mkdir()
     writer = MetricsWriter(metrics_path(tmp_path, 0), 0)
     for steps in (15_000, 70_000, 95_000):

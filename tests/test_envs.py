@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -312,6 +313,32 @@ def test_a_process_whose_environment_does_not_close_is_killed(monkeypatch, capfd
     envs.close()
     assert [process.exitcode for process in processes] == [-signal.SIGKILL] * 2
     assert "2 of the environments did not close within 0.1 s; their processes were killed." in capfd.readouterr().err
+
+
+STUCK = """
+import time, gymnasium, numpy as np
+from pala.config import EnvConfig
+from pala.envs.vector import make_envs
+
+class Stuck(gymnasium.Wrapper):
+    def step(self, action):
+        print("it steps", flush=True)
+        time.sleep(1000)
+
+envs = make_envs(EnvConfig(num_envs=1, vectorization="async"), make_env=lambda: Stuck(gymnasium.make("CartPole-v1")))
+envs.reset(np.zeros(1, np.int32))
+envs.step(np.zeros(1, int))
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.slow
+def test_a_process_in_a_step_ends_with_a_rank_that_is_killed():
+    rank = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    with rank, rank.stdout as output:
+        assert output.readline() == "it steps\n"
+        rank.kill()
+        assert output.read() == ""  # nobody holds it any more
 
 
 def test_a_wait_for_environments_that_do_not_close_is_told(monkeypatch):

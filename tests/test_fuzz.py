@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +30,6 @@ from pala.exchange.gossip.messages import WITH_MODEL, WITHOUT_MODEL, Kind, SendM
 from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import Format, Message, Refusal, Wire
-from pala.gorila.formats import BatchFormat, ExperienceFormat
 from pala.lab.compare.collect import load
 from pala.lab.compare.plan import Plan
 from pala.report import plot
@@ -433,76 +431,6 @@ def test_a_model_of_another_mixing_gives_its_credit_back(mixing: str, kind: Kind
     ((peer, packet, _),) = node.transport.sent
     reply = node.wire.decode(packet.data)
     assert node.refused == 1 and peer == 1 and isinstance(reply, Message) and reply.kind is Kind.CREDIT
-
-
-# ---- steps and minibatches -------------------------------------------------------------------------------------------
-
-NUM_ENVS, NUM_ACTIONS, FRAME = 3, 5, 2  # bytes a frame
-STEPS = ExperienceFormat(NUM_ENVS, NUM_ACTIONS, Box(0, 255, (4, FRAME), np.uint8), frame_stack=4)
-BATCHES = BatchFormat(NUM_ENVS, NUM_ACTIONS, Box(0, 255, (FRAME,), np.uint8))
-bools = st.integers(0, 8).map(lambda bits: bytes([2]) * 3 if bits == 8 else bytes([bits & 1, bits >> 1 & 1, bits >> 2]))
-
-
-def of_each_env(values: st.SearchStrategy) -> st.SearchStrategy[list]:
-    return st.lists(values, min_size=NUM_ENVS, max_size=NUM_ENVS)
-
-
-@st.composite
-def arrays(draw: st.DrawFn) -> bytes:
-    """Noise, or a step or minibatch with any actions, rewards and ends, of any length, whole or damaged."""
-    if draw(st.integers(0, 9)) == 0:
-        return draw(st.binary(max_size=80))
-    right, wrong = st.integers(0, NUM_ACTIONS - 1), st.integers(-1, NUM_ACTIONS) | extremes(63)
-    actions = draw(of_each_env(right) | of_each_env(wrong))
-    finite = st.floats(-2, 2, width=32)
-    rewards = draw(of_each_env(finite) | of_each_env(finite | special))
-    head = struct.pack("<3q3f", *actions, *rewards)
-    if draw(st.booleans()):
-        data = head + bytes(2 * NUM_ENVS * FRAME) + draw(bools)
-    else:
-        terminated, truncated, first = draw(bools), draw(bools), draw(bools)
-        cut = truncated.count(1) if draw(st.integers(0, 3)) else draw(st.integers(0, NUM_ENVS + 1))
-        data = head + terminated + truncated + first + bytes(FRAME * (NUM_ENVS + cut))
-    return data if draw(st.integers(0, 3)) else damaged(data, draw(damages))
-
-
-def is_step_or_batch(data: bytes, of: object) -> bool:
-    """What `formats` says of these bytes, written a second time."""
-    flags = data[36:45] if of is STEPS else data[48:]
-    cut, odd = divmod(len(data) - 45 - NUM_ENVS * FRAME, FRAME)
-    fits = not odd and 0 <= cut <= NUM_ENVS if of is STEPS else len(data) == 39 + 2 * NUM_ENVS * FRAME
-    if not fits:
-        return False
-    *actions, a, b, c = struct.unpack_from("<3q3f", data)
-    if not all(0 <= action < NUM_ACTIONS for action in actions) or max(flags) > 1:
-        return False
-    if of is BATCHES:
-        return all(map(math.isfinite, (a, b, c)))
-    ends = list(zip(flags[:3], flags[3:6], flags[6:], strict=True))
-    return sum(flags[3:6]) == cut and all(
-        (first and not over) if truncated else (over or not first) for over, truncated, first in ends
-    )
-
-
-@pytest.mark.slow
-def test_a_step_or_a_minibatch_is_taken_as_it_is_or_refused() -> None:
-    seen: dict[bool, int] = {True: 0, False: 0}
-
-    @fuzz(200)
-    @given(arrays())
-    def check(data: bytes) -> None:
-        for of in (STEPS, BATCHES):
-            outcome = of.decode(np.frombuffer(data, np.uint8))
-            valid = not isinstance(outcome, Refusal)
-            seen[valid] += 1
-            assert valid == is_step_or_batch(data, of), outcome
-            if isinstance(outcome, Refusal):
-                assert outcome.reason
-            else:
-                assert of.encode(outcome, np.zeros(of.sizes[-1], np.uint8)).tobytes() == data
-
-    check()
-    assert min(seen.values()) > 0.03 * sum(seen.values()), f"too much of one kind: {seen}"
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

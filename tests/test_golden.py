@@ -101,13 +101,11 @@ def checkpoints(run: Path, rank: int) -> tuple[Path, Path]:
 
 
 def assert_keys_stay(found: Any, golden: Any) -> None:
-    """New keys may come; readers rely on those that there were, except for `GONE_SETTINGS` and `GONE_FACTS`."""
-    missing = {*golden} - {*found} - GONE_SETTINGS - GONE_FACTS
+    """New keys may come; readers rely on those that there were, except for `_GONE` and `GONE_FACTS`."""
+    missing = {*golden} - {*found} - {*_GONE} - GONE_FACTS
     assert not missing, f"no longer written: {sorted(missing)}"
 
 
-GONE_SETTINGS = {f"{section}.{key}" for section, gone in _GONE.items() for key in gone}
-"""A training was the same with and without them, as they were by default."""
 GONE_FACTS = {"message_bytes", "seconds_to_first_step"}
 """No program read them from run.json."""
 DEFAULTS_OF_THEN = ["--a2c.momentum", "0", "--a2c.no-rmsprop-bias-correction", "--network.precision", "float32"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGUSR1
 
-import numpy as np
 import pytest
 
 from pala.comm.base import Bytes
@@ -19,11 +17,11 @@ from pala.gorila import worker as worker_module
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.members import Watch
 from pala.gorila.messages import Kind
+from pala.gorila.shard import assemble
 from pala.system.errors import EndError
 from pala.testing.faults import Fault, fail_at, fail_at_message, stop_at_message
 from pala.testing.memory import Killed, MemoryCommunicator
-from support.checkpoints import assembled
-from support.gorila_ranks import GLOBAL, LOCAL, MANY, make_config, make_ranks, play
+from support.gorila_ranks import LOCAL, MANY, make_config, make_ranks, play
 from support.memory_jobs import ENDLESS, GORILA, SEPARATE, Trained, gorila, stop_when, stopped_well, train
 
 SILENT = "has not answered for 1 s ('gorila.patience_s'), which"
@@ -158,7 +156,7 @@ def test_what_is_left_learns_to_the_end(order: str, tmp_path: Path) -> None:
     assert isinstance(trained.results[3], Killed) and isinstance(trained.results[4], Killed)
     assert trained.ended_well(but_for=[3, 4])
     assert trained.total("gradients_sent", rank=2) > 60
-    assert assembled([trained.states()[rank] for rank in (0, 1)]).version > 60
+    assert assemble([trained.states()[rank] for rank in (0, 1)]).version > 60
 
 
 # ---- ranks that stop -------------------------------------------------------------------------------------------------
@@ -251,53 +249,3 @@ def test_a_shard_that_dies_before_its_slice_is_fetched_leaves_no_policy(
     assert not trained.record["completed"] and not (trained.run / "policy.safetensors").exists()
     monkeypatch.undo()
     assert trained.resume(3, 400).ended_well()
-
-
-# ---- questions that are lost -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("in_lockstep")
-@pytest.mark.parametrize("lost", [Kind.FETCH, Kind.GRADIENT_AND_FETCH, Kind.PARAMETERS, Kind.SAMPLE, Kind.BATCH])
-def test_a_question_or_an_answer_that_is_lost_is_asked_for_again(lost: Kind) -> None:
-    cluster = make_ranks(4, make_config(**GLOBAL))
-    hear, is_lossy, times_s = [rank.hear for rank in cluster], False, itertools.count(step=15.0)
-
-    def time_passes(*_: float) -> None:
-        now_s = next(times_s)
-        for rank in cluster:
-            rank.node.look(now_s)
-
-    for rank in cluster:
-        rank.exchange.wait = time_passes
-
-    def hears(rank: int):
-        def heard(source: int, data: bytes) -> None:
-            nonlocal is_lossy
-            kind = cluster[source].wire.decode(_bytes(data)).kind
-            refused = is_lossy and kind is lost
-            is_lossy = is_lossy and not refused
-            hear[rank](source, data[:-1] if refused else data)
-
-        return heard
-
-    for rank in cluster:
-        rank.hear = hears(rank.rank)
-    lockstep = play(cluster)
-    for step in range(80):
-        is_lossy = is_lossy or step == 40
-        next(lockstep)
-    assert not is_lossy and sum(rank.node.counts["messages_refused"] for rank in cluster) == 1
-    for _ in range(20):
-        time_passes()
-    before = cluster[0].shard.version
-    for _ in range(40):
-        next(lockstep)
-    assert cluster[0].shard.version >= before + 10
-    fetches = cluster[3].sent[Kind.FETCH]
-    for _ in range(12):
-        next(lockstep)
-    assert cluster[3].sent[Kind.FETCH] > fetches
-
-
-def _bytes(data: bytes) -> np.ndarray:
-    return np.frombuffer(bytearray(data), np.uint8)

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from pala.comm.base import Communicator
+from pala.gorila.shard import assemble
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from pala.system.resources import available_memory_bytes
-from support.checkpoints import assembled
 from support.helpers import CARTPOLE, SLOW_UNTIL_FREE, record_of, wait_for, write_disturbed, write_paced
 from support.mpi import Job, Launcher, assert_all_end, assert_one_sentence, pids_of_ranks
 from support.run_folders import intervals, local_steps, states_of, total
@@ -182,7 +182,7 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
     done = job.wait()
     assert "checkpoint written to" in done.output, done.output
     stopped = states_of(run, 2)
-    begin = assembled(stopped)
+    begin = assemble(stopped)
     made = sum(state.counters["local_steps"] for state in stopped)
     assert begin.version > 20 and not begin.parameters.equal(begin.target)
 
@@ -193,23 +193,23 @@ def test_what_a_signal_stops_is_resumed_with_the_same_ranks_and_with_others(
         return done
 
     done = resume(2, made)
-    assert all(map(torch.equal, assembled(states_of(run, 2))[:3], begin[:3]))
-    assert assembled(states_of(run, 2)).version == begin.version
+    assert all(map(torch.equal, assemble(states_of(run, 2))[:3], begin[:3]))
+    assert assemble(states_of(run, 2)).version == begin.version
     assert "it is filled again before learning continues" in done.output
 
     done = resume(3, made, "--gorila.num-shards", "3")
     assert "had 2 ranks and now has 3: the shards' parameters are shared out again" in done.output
     resumed = states_of(run, 3)
     assert [state.counters["gorila"]["num_shards"] for state in resumed] == [3] * 3
-    assert all(map(torch.equal, assembled(resumed)[:3], begin[:3]))
-    assert assembled(resumed).version == begin.version
+    assert all(map(torch.equal, assemble(resumed)[:3], begin[:3]))
+    assert assemble(resumed).version == begin.version
     policy = load_policy(run / "policy.safetensors")[0]
     exported = torch.cat([tensor.flatten() for tensor in policy.values()])  # in another order
     assert exported.sort().values.equal(begin.parameters.sort().values)
 
     resume(3, made + 2000)
     assert made + 2000 <= record_of(run)["segments"][-1]["global_steps"] < made + 2000 + 3 * 10 * 4
-    assert begin.version < assembled(states_of(run, 3)).version <= begin.version + 2000 // 4 + 3 * 10
+    assert begin.version < assemble(states_of(run, 3)).version <= begin.version + 2000 // 4 + 3 * 10
 
 
 # ---- deaths ----------------------------------------------------------------------------------------------------------
@@ -255,10 +255,10 @@ def test_the_death_of_a_shard_ends_the_job_which_goes_on_from_the_last_checkpoin
     assert "Rank 0 has died, which served shard 0 of the parameters; nothing can be" in job.output
     assert not record_of(run)["completed"]
     assert_all_end(tmp_path)
-    begin = assembled(states_of(run, 3))
+    begin = assemble(states_of(run, 3))
     done = standing.train(3, "--resume", str(run), "--total-steps", "204", cwd=tmp_path)
     assert done.status == 0, done.output
-    assert assembled(states_of(run, 3)).parameters.equal(begin.parameters)
+    assert assemble(states_of(run, 3)).parameters.equal(begin.parameters)
 
 
 def test_a_spare_takes_the_place_of_a_killed_actor_and_learner(any_mpi: Launcher, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pala.envs.vector import Envs
 from pala.gorila import agent
 from pala.gorila.agent import GorilaAgent
 from pala.gorila.roles import assign
+from pala.gorila.shard import assemble
 from pala.job.rank import run_rank
 from pala.job.request import Request, Result
 from pala.run.hooks import Callbacks, Moment, UserCode
@@ -28,7 +29,6 @@ from pala.testing.faults import (
     signal_at,
 )
 from pala.testing.memory import Killed, MemoryCommunicator, run_ranks
-from support.checkpoints import assembled
 from support.helpers import slow_among
 from support.memory_jobs import (
     ENDLESS,
@@ -51,7 +51,7 @@ def test_gorila_completes_with_the_budget_met(ranks: int, config: GorilaConfig, 
     states = trained.states()
     assert sum(saved_steps(states)) == trained.results[0].global_steps
     learned = 0 if config.roles == "separate" else 20  # there actors wait for no learner
-    assert assembled(states).version > learned and trained.total("messages_refused") == 0
+    assert assemble(states).version > learned and trained.total("messages_refused") == 0
     assert all(bool(tensor.isfinite().all()) for tensor in trained.policy.values())
 
 
@@ -96,11 +96,11 @@ def test_the_death_of_a_shard_ends_gorila_with_a_sentence(ranks: int, config: Go
 def test_a_signal_to_one_rank_stops_gorila_which_is_resumed(tmp_path: Path) -> None:
     trained = train(3, gorila(tmp_path, GORILA, ENDLESS), [signal_at(2, update=10)])
     assert {result.status for result in trained.results} == {"stopped"}
-    begin, made = assembled(trained.states()), trained.results[0].global_steps
+    begin, made = assemble(trained.states()), trained.results[0].global_steps
     resumed = trained.resume(3, made + 200)
     assert resumed.ended_well() and resumed.results[0].global_steps >= made + 200
-    assert assembled(resumed.states(first=True)).parameters.equal(begin.parameters)
-    assert assembled(resumed.states()).version > begin.version
+    assert assemble(resumed.states(first=True)).parameters.equal(begin.parameters)
+    assert assemble(resumed.states()).version > begin.version
 
 
 def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,22 +122,22 @@ def test_minibatches_are_drawn_anew_after_each_resume(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_other_ranks_and_roles_go_on_with_gorilas_parameters(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     trained = train(3, gorila(tmp_path))
-    begin, made = assembled(trained.states()), trained.results[0].global_steps
+    begin, made = assemble(trained.states()), trained.results[0].global_steps
     config = gorila(tmp_path, SEPARATE, made + 300)
     resumed = train(6, config, resume=trained.run)
     assert resumed.ended_well() and resumed.results[0].global_steps >= made + 300
     assert "The run had 3 ranks and now has 6: the shards' parameters are shared out" in capsys.readouterr().err
-    begun = assembled(resumed.states(first=True))
+    begun = assemble(resumed.states(first=True))
     assert begun.parameters.equal(begin.parameters) and begun.version == begin.version
 
 
 def test_another_optimiser_begins_new_squares(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """AdaGrad's are sums, RMSprop's means: its first steps would be a hundred times too long."""
     trained = train(2, gorila(tmp_path, replace(GORILA, optimiser="rmsprop")))
-    assert assembled(trained.states()).squares.any()
+    assert assemble(trained.states()).squares.any()
     resumed = train(2, gorila(tmp_path, replace(GORILA, optimiser="adagrad"), 800), resume=trained.run)
     assert resumed.ended_well() and "squares are not those of the new one" in capsys.readouterr().err
-    assert not assembled(resumed.states(first=True)).squares.any()
+    assert not assemble(resumed.states(first=True)).squares.any()
 
 
 def test_a_resume_that_cannot_learn_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -63,7 +63,7 @@ class A2CAgent(Agent[ModelExchange]):
         if own is None:
             counters = self._average(comm, saved)
         else:
-            collectively(comm, lambda: check_actor_critic(own, len(self.flat.data)))
+            collectively(comm, lambda: check_actor_critic(own))
             self._take(own)
             counters = own.counters
             for members in self._holding_one_model(comm):
@@ -118,7 +118,7 @@ class A2CAgent(Agent[ModelExchange]):
         first_only = saved.config.exchange_kind.independent
 
         def join() -> dict[str, Any]:
-            joint = average_of(saved.segment, self.flat.signature, len(self.flat.data), first_only)[0]
+            joint = average_of(saved.segment, self.flat.signature, first_only)[0]
             self._take(joint)
             return joint.counters
 

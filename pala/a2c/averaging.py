@@ -15,7 +15,7 @@ from pala.system.errors import PalaError
 _NEEDED = {"parameters", "mean_square"}  # of the whole network; RMSprop's mean squares
 
 
-def average_of(segment: Path, signature: int, parameters: int, first_only: bool) -> tuple[RankState, int]:
+def average_of(segment: Path, signature: int, first_only: bool) -> tuple[RankState, int]:
     """Make one state, for another number of ranks, of the checkpoints in a folder, and return it with the number of
     their ranks. Reads one at a time.
 
@@ -25,15 +25,15 @@ def average_of(segment: Path, signature: int, parameters: int, first_only: bool)
     PalaError if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means
     nothing.
     """
-    states = load_all(segment, signature, parameters, whole=False)
+    states = load_all(segment, signature, whole=False)
     read = {state.rank: state for state in states}
     first: RankState | None = None
     sums: dict[str, Tensor] = {}
     weights = 0.0
     # One that was killed before its first checkpoint, beside others that trained, has weights that nobody learned.
     for known in [state for state in states if state.counters["updates"]] or states:
-        state = load_rank(segment, known.rank, signature, known.ranks, parameters)  # a live job may have saved since
-        check_actor_critic(state, parameters)
+        state = load_rank(segment, known.rank, signature, known.ranks)  # a live job may have saved since
+        check_actor_critic(state)
         both = zip(known.counters["steps_by_rank"], state.counters["steps_by_rank"], strict=True)
         counters = state.counters | {"steps_by_rank": [max(steps) for steps in both]}
         read[state.rank] = replace(state, tensors={}, random_states={}, counters=counters)
@@ -57,22 +57,18 @@ def average_of(segment: Path, signature: int, parameters: int, first_only: bool)
     return replace(first, tensors=tensors, counters=joint), len(states)
 
 
-def check_actor_critic(state: RankState, parameters: int) -> None:
-    """Raise PalaError for the checkpoint of another algorithm, or of a network of another size. `parameters`: of this
-    run's network."""
+def check_actor_critic(state: RankState) -> None:
+    """Raise PalaError for the checkpoint of another algorithm."""
     num_squares(state.counters)
     if not state.tensors.keys() >= _NEEDED:
         raise PalaError(OF_ANOTHER_ALGORITHM)
-    if any(len(tensor) != parameters for tensor in state.tensors.values()):
-        raise PalaError("The checkpoints hold other tensors than this run's network has.")
 
 
 def num_squares(counters: dict[str, Any]) -> int:
     """Return `A2C.num_squares` of a checkpoint. Those of earlier commits have the update after which the mean squares
     were 0. Raises PalaError for the checkpoint of another algorithm."""
-    number, updates = counters.get("num_squares"), counters["updates"]
-    if number is None and type(begin := counters.get("warms_up_from")) is int:
-        number = updates - begin
-    if type(number) is not int or not 0 <= number <= updates:
+    if "warms_up_from" in counters:
+        return int(counters["updates"] - counters["warms_up_from"])
+    if "num_squares" not in counters:
         raise PalaError(OF_ANOTHER_ALGORITHM)
-    return number
+    return int(counters["num_squares"])

@@ -25,6 +25,7 @@ from gymnasium.vector.utils import batch_space, clear_mpi_env_vars, iterate
 from pala.envs.failures import FAILURES, FailedTooOftenError, Failure, error_of_start, failure_of, seed_after
 from pala.envs.single import Factory, Renewed
 from pala.system.errors import PalaError, reason
+from pala.system.launcher import die_with_parent
 from pala.system.output import log
 
 _ANSWER_S = 300.0  # what an environment may take to be made, for a reset or for a step
@@ -82,6 +83,7 @@ def _work(packed: bytes, in_a_row: int, index: int, pipe: Connection, memory: An
     """Make an environment and do what the rank asks for: ("try out", seed), ("reset", seed), ("step", action) or
     ("close", None). An answer is ("is", (what was asked for, failures in a row)), or the name of what went wrong with
     its data."""
+    die_with_parent()  # also from within a step that never ends
     _restore(safe_path)  # for programs that the environment starts
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the rank deals with signals, and ends its workers

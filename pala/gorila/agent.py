@@ -84,8 +84,8 @@ class GorilaAgent(Agent[GorilaExchange]):
         """Read all shards on rank 0 for all ranks. Returns the counters for another number of ranks. Collective."""
 
         def read() -> tuple[dict[str, Any], int]:
-            states = checkpoint.load_all(saved.segment, self.flat.signature, len(self.flat.data))
-            begin = assemble(states, len(self.flat.data))
+            states = checkpoint.load_all(saved.segment, self.flat.signature)
+            begin = assemble(states)
             for mine, of_all in zip(self.shared_tensors, begin[:3], strict=True):
                 mine.copy_(of_all)
             before = saved.config.gorila.optimiser
@@ -179,8 +179,8 @@ def build(
     (network, flat), (target_network, target) = collectively(comm, lambda: _two_of(make_one, device))
 
     def make_rules() -> Rules:
-        num_ranks, num_actions = len(roles.everybody) + config.run.spares, network.distribution.num_outputs
-        return Rules.of(config, roles, num_ranks, flat, envs.observation_space, num_actions, frame_stack)
+        num_ranks = len(roles.everybody) + config.run.spares
+        return Rules.of(config, roles, num_ranks, flat, envs.observation_space, frame_stack)
 
     rules = collectively(comm, make_rules)  # first, since it refuses a minibatch that is too large
     batch_size = config.gorila.minibatch_size

@@ -311,7 +311,7 @@ class GorilaExchange(Exchange, Receiver):
         with self._changed:
             watch = self._members.watch
             before = set(watch.silent)
-            self._node.look(self._transport.now_s())
+            self._members.look(self._transport.now_s())
             for rank in sorted(before ^ watch.silent):
                 answers = f"has not answered for {watch.patience_s:g} s" if rank in watch.silent else "answers again"
                 log(f"[rank {self._comm.rank}] rank {rank} {answers}")

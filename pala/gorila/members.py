@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pala.comm.base import Packet
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.wire import Message, Refusal
+from pala.exchange.wire import Message
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.roles import Roles
 
@@ -77,9 +77,9 @@ class Members:
         budget: StepBudget,
         roles: Roles,
         patience_s: float,
-        tell: Callable[[int, Kind, int], Packet],
+        tell: Callable[[int, Kind], Packet],
     ) -> None:
-        """Begin with the roles of the ranks that train first. `tell`: sends a rank a message of a kind and round."""
+        """Begin with the roles of the ranks that train first. `tell`: sends a rank a message of a kind."""
         self.budget, self.rank = budget, budget.rank
         self.roles, self.tell = roles, tell
         self.on_gone: Callable[[int], object] = lambda rank: None  # that rank has died or left
@@ -87,7 +87,7 @@ class Members:
         self.fault = ""  # why training cannot continue
         self.gone: list[int] = []  # ranks that have died or left, in the order in which this rank heard of it
         self._has_spares = budget.size > len(roles.everybody)
-        self.watch = Watch(self._watched(), patience_s, lambda rank: self.tell(rank, Kind.PING, 0))
+        self.watch = Watch(self._watched(), patience_s, lambda rank: self.tell(rank, Kind.PING))
 
     @property
     def has_left(self) -> bool:
@@ -96,27 +96,17 @@ class Members:
 
     # ---- what comes ----------------------------------------------------------------------------------------------
 
-    def merge(self, message: Message) -> None:
-        """Take over the counters of any message. A spare that has made steps, or that sends anything but messages about
-        members, trains from now on."""
+    def hear(self, message: Message) -> None:
+        """Take over the counters of any message, and that its sender leaves. A spare that has made steps, or that sends
+        anything but messages about members, trains from now on."""
         self.budget.merge(message.steps_by_rank, message.stop)
         if self._has_spares:
             if message.kind not in ABOUT_MEMBERS and message.sender not in self.roles.everybody:
                 self.budget.rank_joined(message.sender)
             self._admit()
-
-    def hear(self, message: Message) -> Refusal | None:
-        """Take in a message of one of the kinds `ABOUT_MEMBERS`, which `merge` has seen."""
-        if message.kind is not Kind.LEAVE:
-            return None
-        rank = message.sender
-        if message.round != self._number(rank):
-            return Refusal("it is about another rank")
-        if self._why_stay(rank) or rank not in self.roles.everybody:
-            return Refusal(f"rank {rank} has no role that it can leave")
-        self.budget.rank_left(rank)
-        self._lose(rank)
-        return None
+        if message.kind is Kind.LEAVE:
+            self.budget.rank_left(message.sender)
+            self._lose(message.sender)
 
     def peer_died(self, rank: int) -> None:
         """Count a rank as dead. Training continues if another rank has its roles. Once it ends, only a shard's rank is
@@ -178,10 +168,7 @@ class Members:
     @property
     def why_stay(self) -> str:
         """The reason why this rank cannot leave; empty if it can."""
-        return self._why_stay(self.rank)
-
-    def _why_stay(self, rank: int) -> str:
-        if rank in self.roles.shards:
+        if self.rank in self.roles.shards:
             return "it serves a shard"
         return "" if self.roles.are_bundled else "'gorila.roles' is 'separate'"
 
@@ -190,19 +177,15 @@ class Members:
         self.budget.rank_left(self.rank)
         for peer in self.budget.present:
             if peer != self.rank:
-                self.tell(peer, Kind.LEAVE, self._number(self.rank))
+                self.tell(peer, Kind.LEAVE)
 
     def send_stop(self) -> None:
         """Tell others that training ends, if it does and they have not been told."""
         for peer in self.budget.tell_stop():
-            self.tell(peer, Kind.STOP, 0)
+            self.tell(peer, Kind.STOP)
 
     def _watched(self) -> set[int]:
         return self.roles.watched_by(self.rank).intersection(self.budget.present).difference(self.gone)
-
-    def _number(self, rank: int) -> int:
-        """Return the `round` of a message that this rank leaves: never 0, as that of others, which may be damaged."""
-        return 1 + rank * self.budget.size + rank
 
 
 class Missing(NamedTuple):

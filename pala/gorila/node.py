@@ -4,15 +4,10 @@
 
 What a rank has to tell itself goes without a message. Every message carries everybody's steps (`StepBudget`). Once
 training ends, a rank answers no more: it applies the gradients that still come, and that is all.
-
-With a message that is refused a question may be lost, or its answer. So a rank asks again for what does not come, and
-two answers do no harm.
 """
 
 from __future__ import annotations
 
-import enum
-import math
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,8 +20,8 @@ from torch import Tensor
 from pala.comm.base import Bytes
 from pala.config import Config, GorilaConfig
 from pala.exchange.budget import StepBudget, Stop
-from pala.exchange.wire import NOTHING, Format, Message, Refusal, Sizes, Wire
-from pala.gorila.formats import BatchFormat, ExperienceFormat, FramesFormat
+from pala.exchange.wire import NOTHING, Format, Message, Sizes, Wire
+from pala.gorila.formats import ArraysFormat, batch_format, experience_format, frames_format
 from pala.gorila.members import Members
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.replay import Batch, Experience
@@ -42,9 +37,9 @@ class Rules(NamedTuple):
     config: GorilaConfig
     roles: Roles  # when training begins
     slices: list[slice]  # of the flat parameters, each shard's
-    frames: FramesFormat
-    experience: ExperienceFormat
-    batch: BatchFormat
+    frames: ArraysFormat[np.ndarray]
+    experience: ArraysFormat[Experience]
+    batch: ArraysFormat[Batch]
     wire: Wire
 
     @classmethod
@@ -55,16 +50,15 @@ class Rules(NamedTuple):
         num_ranks: int,
         flat: FlatParameters,
         space: gymnasium.Space,
-        num_actions: int,
         frame_stack: int,
     ) -> Rules:
         """Return the rules of these roles. `flat`: any rank's parameters. Raises PalaError for more shards than
         parameters."""
         num_envs = config.env.num_envs
         parts = slices(flat.data.numel(), len(roles.shards))
-        frames = FramesFormat(num_envs, space, frame_stack)
-        experience = ExperienceFormat(num_envs, num_actions, space, frame_stack)
-        batch = BatchFormat(config.gorila.minibatch_size, num_actions, space)
+        frames = frames_format(num_envs, space, frame_stack)
+        experience = experience_format(num_envs, space, frame_stack)
+        batch = batch_format(config.gorila.minibatch_size, space)
         arrays = {Kind.RESET: frames.sizes, Kind.EXPERIENCE: experience.sizes, Kind.BATCH: batch.sizes}
         return cls(config.gorila, roles, parts, frames, experience, batch, _make_wire(num_ranks, flat, parts, arrays))
 
@@ -108,7 +102,7 @@ class Copy:
 
 
 class Node:
-    """One rank. The loop's thread calls the methods; `on_message` comes with messages, `look` with time.
+    """One rank. The loop's thread calls the methods; `on_message` comes with messages.
 
     `members` know who is there, and hear of deaths.
     """
@@ -134,11 +128,9 @@ class Node:
         self.shard, self.store = shard, store
         self.parameters = Copy(version, len(self._parts))
         self.target = Copy(targets_at(version, self._config), len(self._parts))
-        self._open: dict[tuple[int, Kind], int] = {}  # (rank, what it owes) -> the period in which it was asked
-        # Steps of all ranks before which no replay that begins empty is sampled. A spare's peers have learned.
-        begins_empty = members is None and not (store is not None and len(store))
-        self._learns_after = budget.global_steps + self._config.min_replay_steps if begins_empty else 0
-        self._periods = 0  # each as long as the patience, as `look` last counted them
+        self._open: set[tuple[int, Kind]] = set()  # rank and what it owes
+        # Steps of all ranks before which no replay is sampled: all begin empty. A spare's peers have learned.
+        self._learns_after = budget.global_steps + self._config.min_replay_steps if members is None else 0
         self._samples = False  # whether this rank has begun to learn
         self._sampled: tuple[int, ...] = ()  # ranks whose replay it samples then
         self._num_gradients = self._steps_since_fetch = self._num_steps = 0
@@ -257,7 +249,7 @@ class Node:
                 self.shard.apply(part, version, is_finite=True)
                 continue
             if kind is Kind.GRADIENT_AND_FETCH:
-                self._open[rank, Kind.PARAMETERS] = self._periods
+                self._open.add((rank, Kind.PARAMETERS))
                 self._steps_since_fetch = 0
             self._send(rank, kind, version, part.numpy())
         self.counts["gradients_sent"] += 1
@@ -281,7 +273,6 @@ class Node:
     def join(self) -> None:
         """Train from now on, as a spare that is needed, and ask for a model; `has_model` tells when it has come."""
         self.members.join()
-        self._periods = self._periods_awake()  # also those that it has slept
         for rank in self.roles.shards:
             self._ask(rank, Kind.PARAMETERS)
             self._ask(rank, Kind.TARGET)
@@ -294,125 +285,72 @@ class Node:
     # ---- what comes ----------------------------------------------------------------------------------------------
 
     def on_message(self, source: int, data: np.ndarray) -> None:
-        """Take in any bytes from any rank."""
+        """Take in a message from any rank, or refuse one whose header is not of this job."""
         message = self._wire.decode_from(source, data)
-        if isinstance(message, Refusal):
-            refusal: Refusal | None = message
-        else:
-            self.members.merge(message)
-            refusal = self._act_on(message, data[self._wire.control_bytes :])
-        if refusal is not None:
-            self.counts["messages_refused"] += 1
-            if source not in self._refused:
-                self._refused.add(source)
-                self.refusals.append(f"refused a message from rank {source}: {refusal.reason}")
+        if isinstance(message, Message):
+            self.members.hear(message)
+            self._act_on(message, data[self._wire.control_bytes :])
+            return
+        self.counts["messages_refused"] += 1
+        if source not in self._refused:
+            self._refused.add(source)
+            self.refusals.append(f"refused a message from rank {source}: {message.reason}")
 
     def _forget(self, rank: int) -> None:
         """Expect nothing more of a rank that has died or left."""
-        self._open = {of: asked for of, asked in self._open.items() if of[0] != rank}
+        self._open = {(of, what) for of, what in self._open if of != rank}
         if self.store is not None:
             self.store.forget(rank)
 
-    def look(self, now_s: float) -> None:
-        """Look which ranks answer, some times a second, and ask again for what has not come; not once training ends."""
-        self.members.look(now_s)
-        if self.budget.stop is not Stop.NONE or self.members.has_left:
-            return
-        periods = self._periods_awake()
-        if periods > self._periods:
-            self._periods = periods
-            for (rank, what), asked in list(self._open.items()):
-                if periods > asked + 1:
-                    self._ask(rank, what)
+    def _act_on(self, message: Message, payload: np.ndarray) -> None:
+        """Do what a message of another role asks for, or take in what it brings."""
+        if message.kind in _TO_A_SHARD:
+            self._as_shard(message, payload)
+        elif message.kind in _TO_A_REPLAY:
+            self._as_replay(message, payload)
+        elif message.kind is Kind.BATCH:
+            self._open.discard((message.sender, Kind.BATCH))
+            self.batches.append((message.sender, self.rules.batch.decode(payload)))
+        elif message.kind in (Kind.PARAMETERS, Kind.TARGET):
+            self._from_shard(message, payload)
 
-    def _periods_awake(self) -> int:
-        return int(self.members.watch.awake_s / self._config.patience_s)
-
-    def _act_on(self, message: Message, payload: np.ndarray) -> Refusal | None:
-        """Dispatch a message. Returns a Refusal if its way is none of `_WAYS`, or the payload says what cannot be."""
-        if message.kind in ABOUT_MEMBERS:
-            return self.members.hear(message)
-        senders, receivers = _WAYS[message.kind]
-        for rank, roles in ((message.sender, senders), (self._rank, receivers)):
-            if not self.roles.has_any(rank, roles):
-                return Refusal(f"rank {rank} is none of the {' or '.join(roles)}, but its kind is {message.kind.name}")
-        if "shards" in receivers:
-            return self._as_shard(message, payload)
-        if "replays" in receivers:
-            return self._as_replay(message, payload)
-        if message.kind is Kind.BATCH:
-            return self._as_learner(message, payload)
-        return self._from_shard(message, payload)
-
-    def _as_shard(self, message: Message, payload: np.ndarray) -> Refusal | None:
+    def _as_shard(self, message: Message, payload: np.ndarray) -> None:
         shard = self.shard
         assert shard is not None
         if message.kind in (Kind.GRADIENT, Kind.GRADIENT_AND_FETCH):
-            if len(payload) != shard.parameters.nbytes:
-                return Refusal(f"its gradient has {len(payload)} bytes, the shard {shard.parameters.nbytes}")
             shard.apply(torch.from_numpy(payload.view(np.float32)), message.round)
         if self.budget.stop is not Stop.NONE:
-            return None
+            return
         if message.kind in (Kind.FETCH, Kind.GRADIENT_AND_FETCH):
             self._send(message.sender, Kind.PARAMETERS, shard.version, shard.parameters.numpy())
         elif message.kind is Kind.FETCH_TARGET:
             self._send(message.sender, Kind.TARGET, shard.num_targets, shard.target.numpy())
-        return None
 
-    def _from_shard(self, message: Message, payload: np.ndarray) -> Refusal | None:
-        index = self.roles.shards.index(message.sender)
-        part = self._parts[index]
-        if len(payload) != 4 * (part.stop - part.start):
-            return Refusal(f"it has {len(payload)} bytes of shard {index}, not {4 * (part.stop - part.start)}")
-        values = torch.from_numpy(payload.view(np.float32))
-        if not math.isfinite(values.norm()):
-            return Refusal("its parameters are not finite")
-        self._open.pop((message.sender, Kind(message.kind)), None)
+    def _from_shard(self, message: Message, payload: np.ndarray) -> None:
+        index, values = self.roles.shards.index(message.sender), torch.from_numpy(payload.view(np.float32))
+        self._open.discard((message.sender, Kind(message.kind)))
         if message.kind is Kind.TARGET:
             self.target.arrived[index] = message.round, values
-            return None
+            return
         self.parameters.arrived[index] = message.round, values
         self.counts["parameters_received"] += 1
-        return None
 
-    def _as_learner(self, message: Message, payload: np.ndarray) -> Refusal | None:
-        batch = self.rules.batch.decode(payload)
-        if isinstance(batch, Refusal):
-            return batch
-        if self._open.pop((message.sender, Kind.BATCH), None) is not None:  # or it was asked for twice
-            self.batches.append((message.sender, batch))
-        return None
-
-    def _as_replay(self, message: Message, payload: np.ndarray) -> Refusal | None:
+    def _as_replay(self, message: Message, payload: np.ndarray) -> None:
         source, store = message.sender, self.store
         assert store is not None
         if message.kind is Kind.SAMPLE:
             if self.budget.stop is Stop.NONE:
                 store.ask(source)
                 self._serve()
-            return None
-        if source not in self.roles.actors or self.roles.replay_of(source) != self._rank:
-            return Refusal("this rank holds no replay of its sender")
-        if message.kind is Kind.RESET:
-            frames = self.rules.frames.decode(payload)
-            if isinstance(frames, Refusal):
-                return frames
-            store.begin(source, frames)
-            self._next_step[source] = message.round + 1
-            return None
-        experience = self.rules.experience.decode(payload)
-        if isinstance(experience, Refusal):
-            return experience
+            return
         expected, self._next_step[source] = self._next_step.get(source), message.round + 1
-        if expected is None:  # the first frames were refused, so these are the first
-            store.begin(source, experience.frames)
+        if message.kind is Kind.RESET:
+            store.begin(source, self.rules.frames.decode(payload))
+            return
+        if message.round != expected:  # steps between were not sent
             store.lose_step(source)
-            return None
-        if message.round != expected:  # steps between were refused, or not sent
-            store.lose_step(source)
-        store.add(source, experience)
+        store.add(source, self.rules.experience.decode(payload))
         self._serve()
-        return None
 
     # ---- within --------------------------------------------------------------------------------------------------
 
@@ -427,8 +365,8 @@ class Node:
                 self._ask(rank, Kind.BATCH)
 
     def _ask(self, rank: int, what: Kind) -> None:
-        """Ask `rank` for `what`; asking again is harmless."""
-        self._open[rank, what] = self._periods
+        """Ask `rank` for `what`."""
+        self._open.add((rank, what))
         if rank != self._rank:
             self._send(rank, _QUESTIONS[what])
         elif self.store is not None:
@@ -442,7 +380,7 @@ class Node:
             return
         for learner, batch in self.store.serve():
             if learner == self._rank:
-                self._open.pop((learner, Kind.BATCH), None)
+                self._open.discard((learner, Kind.BATCH))
                 self.batches.append((learner, batch))
             else:
                 self._send_arrays(learner, Kind.BATCH, self.rules.batch, batch)
@@ -454,9 +392,7 @@ class Node:
         data[self._wire.control_bytes :] = payload
         return self._post(rank, kind, round_, Format.FLOAT32, data)
 
-    def _send_arrays(
-        self, rank: int, kind: Kind, format_: FramesFormat | ExperienceFormat | BatchFormat, value: Any, round_: int = 0
-    ) -> Bytes:
+    def _send_arrays(self, rank: int, kind: Kind, format_: ArraysFormat[Any], value: Any, round_: int = 0) -> Bytes:
         header = self._wire.control_bytes
         data = np.empty(header + format_.sizes[-1], np.uint8)
         used = format_.encode(value, data[header:])
@@ -472,16 +408,5 @@ class Node:
 
 # The question that asks for each kind.
 _QUESTIONS = {Kind.PARAMETERS: Kind.FETCH, Kind.TARGET: Kind.FETCH_TARGET, Kind.BATCH: Kind.SAMPLE}
-# Of each kind, the fields of `Roles` of which its sender and its receiver must have one.
-_WAYS: dict[enum.IntEnum, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    Kind.GRADIENT: (("learners",), ("shards",)),
-    Kind.GRADIENT_AND_FETCH: (("learners",), ("shards",)),
-    Kind.FETCH: (("learners", "actors"), ("shards",)),
-    Kind.PARAMETERS: (("shards",), ("learners", "actors")),
-    Kind.FETCH_TARGET: (("learners",), ("shards",)),
-    Kind.TARGET: (("shards",), ("learners",)),
-    Kind.RESET: (("actors",), ("replays",)),
-    Kind.EXPERIENCE: (("actors",), ("replays",)),
-    Kind.SAMPLE: (("learners",), ("replays",)),
-    Kind.BATCH: (("replays",), ("learners",)),
-}
+_TO_A_SHARD = (Kind.GRADIENT, Kind.GRADIENT_AND_FETCH, Kind.FETCH, Kind.FETCH_TARGET)
+_TO_A_REPLAY = (Kind.RESET, Kind.EXPERIENCE, Kind.SAMPLE)

@@ -6,7 +6,7 @@ first, then replays, learners and actors, one role each; with a local replay, ac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from pala.config import GorilaConfig
@@ -32,10 +32,6 @@ class Roles(NamedTuple):
     def are_bundled(self) -> bool:
         """True if every rank that acts learns, too, and holds replay."""
         return self.learners == self.actors
-
-    def has_any(self, rank: int, names: Collection[str]) -> bool:
-        """Tell whether the rank has one of these roles."""
-        return any(rank in getattr(self, name) for name in names)
 
     def with_spares(self, ranks: Iterable[int]) -> Roles:
         """Return the roles after those of these ranks that were spares have joined, each as a bundle."""

@@ -8,7 +8,7 @@ from pala.comm.base import Bytes, Communicator, Received, Receiver
 from pala.config import Config
 from pala.exchange.budget import StartState, Stop, budget_of
 from pala.exchange.sleeping import Sleeping
-from pala.exchange.wire import NOTHING, Message, Refusal, Wire
+from pala.exchange.wire import NOTHING, Message, Wire
 from pala.gorila.members import Members
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.roles import assign
@@ -57,10 +57,12 @@ class SleepingGorila(Sleeping, Receiver):
             if self.awake is not None:
                 self.awake.on_message(message)
                 return
-            refusal = self._hear(message)
-            if refusal is not None and message.source not in self._refused:
+            heard = self._wire.decode_from(message.source, message.data)
+            if isinstance(heard, Message):
+                self.members.hear(heard)
+            elif message.source not in self._refused:
                 self._refused.add(message.source)
-                log(f"[rank {self.members.rank}] refused a message from rank {message.source}: {refusal.reason}.")
+                log(f"[rank {self.members.rank}] refused a message from rank {message.source}: {heard.reason}.")
             self.members.send_stop()
             self.changed.notify_all()
 
@@ -80,15 +82,8 @@ class SleepingGorila(Sleeping, Receiver):
                 return
             self.members.look(self.transport.now_s())
 
-    def _hear(self, received: Received) -> Refusal | None:
-        message = self._wire.decode_from(received.source, received.data)
-        if isinstance(message, Refusal):
-            return message
-        self.members.merge(message)
-        return self.members.hear(message)
-
-    def _tell(self, rank: int, kind: Kind, round_: int) -> Bytes:
-        message = Message(kind, self.members.rank, round_, 1.0, self._budget.stop, self._budget.steps_by_rank)
+    def _tell(self, rank: int, kind: Kind) -> Bytes:
+        message = Message(kind, self.members.rank, 0, 1.0, self._budget.stop, self._budget.steps_by_rank)
         packet = Bytes(self._wire.encoded(message))
         self.transport.send(rank, packet)
         return packet

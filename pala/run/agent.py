@@ -129,7 +129,7 @@ class Agent(abc.ABC, Generic[ExchangeT]):
             return
         from pala.run.saved import Saved
 
-        saved = Saved.find(comm, run.previous, self.flat, self.coupling)
+        saved = Saved.find(comm, run.previous, self.flat.signature, self.coupling)
         if not self.can_continue(saved, run.hosts):
             saved = replace(saved, own=None)
         restored = self.restore(comm, saved)

@@ -8,7 +8,6 @@ are the newest segment and the one that it continued from.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -26,7 +25,10 @@ from pala.system.files import sync_folder, write_atomically
 from pala.system.output import log
 
 OF_ANOTHER_ALGORITHM = "The checkpoints are of another algorithm than the run; its 'run.json' or they were changed."
-_COUNTS = ("updates", "applied", "local_steps", "base_steps", "round", "spares")
+_COUNTERS = {
+    *("updates", "applied", "local_steps", "time_s"),
+    *("steps_by_rank", "base_steps", "round", "weight", "lost", "spares"),
+}
 _IN_FILES = {"local_steps": "own_steps", "steps_by_rank": "local_steps"}  # counters that files call otherwise
 _STREAM = "random."
 
@@ -81,15 +83,13 @@ def save_rank(folder: Path, state: RankState) -> None:
     sync_folder(folder)
 
 
-def load_rank(folder: Path, rank: int, signature: int, ranks: int | None, parameters: int) -> RankState:
-    """Return a rank's newest readable checkpoint, which must be of a job of `ranks` ranks; None: of any number.
-
-    `parameters`: of the network. Raises PalaError if neither generation can be read.
-    """
+def load_rank(folder: Path, rank: int, signature: int, ranks: int | None = None) -> RankState:
+    """Return a rank's newest readable checkpoint, which must be of a job of `ranks` ranks; None: of any number. Raises
+    PalaError if neither generation can be read."""
     faults = []
     for path in _generations(folder, rank):
         try:
-            state = read_rank(path, parameters, signature)
+            state = read_rank(path, signature)
             _check_owner(path, state, rank, ranks)
         except AnotherNetworkError:
             raise
@@ -116,13 +116,13 @@ def has_spares(folder: Path, first: RankState) -> bool:
     return any(path.exists() for rank in spares for path in _generations(folder, rank))
 
 
-def load_all(folder: Path, signature: int, parameters: int, whole: bool = True) -> list[RankState]:
+def load_all(folder: Path, signature: int, whole: bool = True) -> list[RankState]:
     """Return the checkpoints of all ranks of a segment, except those that died: theirs are old, and only their steps
     count. As `load_rank`. Not `whole`: without tensors, which are checked, but could take more memory together than a
     rank has in training."""
 
     def load(rank: int, ranks: int | None) -> RankState:
-        state = load_rank(folder, rank, signature, ranks, parameters)
+        state = load_rank(folder, rank, signature, ranks)
         return state if whole else replace(state, tensors={}, random_states={})
 
     first = load(0, None)
@@ -243,8 +243,8 @@ class AnotherNetworkError(PalaError):
     """A sound file, of another network: an older checkpoint would be no better."""
 
 
-def read_rank(path: Path, parameters: int, signature: int) -> RankState:
-    """Read a rank's file. `parameters` and `signature`: of the network."""
+def read_rank(path: Path, signature: int) -> RankState:
+    """Read a rank's file. `signature`: of the network."""
     tensors, header = unpack(path)
     streams = {k.removeprefix(_STREAM): v for k, v in tensors.items() if k.startswith(_STREAM)}
     state = _state_of(path, header, {k: v for k, v in tensors.items() if not k.startswith(_STREAM)}, streams)
@@ -253,8 +253,6 @@ def read_rank(path: Path, parameters: int, signature: int) -> RankState:
             f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
             "that it was made with, and if the network is your own and draws its buffers from torch, with its seed."
         )
-    if not _are_vectors(state, parameters):
-        raise PalaError(f"Checkpoint '{path}' cannot be read (its tensors are not those of this run's network).")
     return state
 
 
@@ -264,54 +262,12 @@ def _read_head(path: Path) -> RankState:
 
 
 def _state_of(path: Path, header: dict[str, Any], tensors: dict[str, Tensor], streams: dict[str, Tensor]) -> RankState:
+    names = {there: here for here, there in _IN_FILES.items()}
     try:
-        counters = _named(header["counters"])
+        counters = {names.get(name, name): value for name, value in header["counters"].items()}
         state = RankState(header["rank"], header["ranks"], header["signature"], tensors, streams, counters)
     except KeyError as error:
         raise PalaError(f"Checkpoint '{path}' lacks {error}.") from None
-    if not _are_counters(state):
-        raise PalaError(f"Checkpoint '{path}' cannot be read (what it holds is not a rank's state).")
+    if missing := _COUNTERS - counters.keys():
+        raise PalaError(f"Checkpoint '{path}' lacks '{min(missing)}'.")
     return state
-
-
-def _named(in_file: Any) -> Any:
-    """Return a file's counters by the names that `RankState` has; what is no mapping stays what it is."""
-    names = {there: here for here, there in _IN_FILES.items()}
-    return {names.get(name, name): value for name, value in in_file.items()} if isinstance(in_file, dict) else in_file
-
-
-def _are_vectors(state: RankState, parameters: int) -> bool:
-    """Return whether the tensors are what `save_rank` writes: flat, alike, of the right types, no longer than the
-    network."""
-    flat, streams = state.tensors, state.random_states.values()
-    lengths = {len(tensor) for tensor in flat.values() if tensor.dim() == 1}
-    return (
-        all(tensor.dim() == 1 and tensor.dtype == torch.float32 for tensor in flat.values())
-        and all(tensor.dim() == 1 and tensor.dtype == torch.uint8 for tensor in streams)
-        and len(lengths) <= 1
-        and all(length <= parameters for length in lengths)
-    )
-
-
-def _are_counters(state: RankState) -> bool:
-    """Return whether the numbers beside the tensors are what `save_rank` writes, too."""
-    counters = state.counters
-    if not (isinstance(counters, dict) and counters.keys() >= {*_COUNTS, "time_s", "weight", "steps_by_rank", "lost"}):
-        return False
-    steps = counters["steps_by_rank"]
-    weight = counters["weight"]
-    lost = counters["lost"]
-    counts = [state.rank, state.ranks, *(counters[name] for name in _COUNTS)]
-    return (
-        isinstance(steps, list)
-        and all(type(count) is int and 0 <= count < 2**53 for count in [*counts, *steps])  # sums fit in 64 bits
-        and type(state.signature) is int
-        and 0 <= state.signature < 2**64
-        and counters["applied"] <= counters["updates"]
-        and state.rank < state.ranks == len(steps)
-        and counters["spares"] < state.ranks
-        and all(type(number) in (int, float) and math.isfinite(number) for number in (weight, counters["time_s"]))
-        and weight > 0
-        and isinstance(lost, list)
-        and all(type(rank) is int and 0 <= rank < state.ranks and rank != state.rank for rank in lost)
-    )

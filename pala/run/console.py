@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pala.config import Config, to_table
+from pala.config.influence import settings_that_matter
 from pala.run.entropy_watch import EntropyWatch
 from pala.run.metrics import SECTIONS
 from pala.run.tensorboard import FOLDER, TensorBoard
@@ -17,12 +19,11 @@ from pala.run.view import RunView
 from pala.system.errors import reason
 from pala.system.launcher import terminal_size
 from pala.system.output import log, print_result
+from pala.system.tables import flatten
 from pala.system.text import counted, duration
 
 if TYPE_CHECKING:
     from pala.run.panel import CellPanel, Panel  # rich
-
-_WORTH_TELLING_S = 20.0
 
 
 def _number(value: float | None, form: str = "{:.1f}") -> str:
@@ -49,13 +50,6 @@ class Figures:
         if not speed or (view.mean("epsilon") is not None and not view.has_learned_throughout):
             return None
         return (self.budget_steps - self.global_steps) / speed
-
-    def estimate(self) -> str:
-        """Return how long the run will take, when that can be told and is worth it; else empty."""
-        if self.left_s is None or self.left_s < _WORTH_TELLING_S:
-            return ""
-        left, speed = self.budget_steps - self.global_steps, self._view.global_steps_per_s
-        return f"PALA  takes about {duration(self.left_s)} more: {left:,} steps at {speed:,.0f} steps/s"
 
     def texts(self) -> dict[str, str]:
         """Label -> text, in the order shown."""
@@ -106,10 +100,6 @@ class Lines:
         """Show the figures: label -> text, in this order."""
         print_result(" | ".join(f"{label} {text}" for label, text in figures.items()))
 
-    def estimate(self, text: str) -> None:
-        """Show once how long the run takes."""
-        print_result(text)
-
     def close(self) -> None:
         """Close the output; there is nothing to restore."""
 
@@ -135,40 +125,30 @@ def make_console(kind: str, title: str) -> Lines | Panel | CellPanel | None:
 class Reporter:
     """Reads the metrics files of all ranks and feeds console and TensorBoard; one rank has it."""
 
-    def __init__(
-        self,
-        run: Path,
-        ranks: int,
-        budget_steps: int,
-        console: str,
-        tensorboard: bool,
-        spares: int = 0,
-        settings: Mapping[str, Any] | None = None,
-        begin_steps: int | None = None,
-    ) -> None:
-        """`spares`: ranks that may join those; `settings`: the run's settings by dotted keys, for TensorBoard;
-        `begin_steps`: steps of all ranks at the start, after which earlier jobs' events in TensorBoard do not
-        count; None for a rank that continues another one's: all count."""
-        self.view = RunView(run, ranks + spares)
+    def __init__(self, run: Path, ranks: int, config: Config, begin_steps: int | None = None) -> None:
+        """`ranks`: number of those that train at first; `begin_steps`: steps of all ranks at the start, after which
+        earlier jobs' events in TensorBoard do not count; None for a rank that continues another one's: all count."""
+        self.view = RunView(run, ranks + config.run.spares)
         self.view.living = range(ranks)
-        self._figures, self._estimated = Figures(self.view, budget_steps), False
-        self._entropy = EntropyWatch(budget_steps, begin_steps)
+        self._figures = Figures(self.view, config.total_steps)
+        self._entropy = EntropyWatch(config.total_steps, begin_steps)
         title = f"PALA  {run}  {counted(ranks, 'rank')}"
         self._console: Lines | Panel | CellPanel | None = None
         with self._losing_the_console():
-            self._console = make_console(console, title)
+            self._console = make_console(config.run.console, title)
         self._tensorboard: TensorBoard | None = None
-        if tensorboard:
+        if config.run.tensorboard:
             with self._losing_tensorboard():
                 self._tensorboard = TensorBoard(run / FOLDER, begin_steps)
-                self._tensorboard.describe({"ranks": ranks, **(settings or {})})
+                self._tensorboard.describe({"ranks": ranks} | settings_that_matter(flatten(to_table(config))))
 
     def report(self, global_steps: int) -> dict[str, Any]:
         """Read what is new, show it and return it."""
         self._figures.refresh(global_steps)
         texts = self._figures.texts()
         with self._losing_the_console():
-            self._show(texts)
+            if self._console is not None:
+                self._console.show(texts)
         if said := self._entropy.look(self.view.mean("entropy"), global_steps):
             log(said)
         with self._losing_tensorboard():
@@ -184,14 +164,6 @@ class Reporter:
         with self._losing_tensorboard():
             if self._tensorboard is not None:
                 self._tensorboard.close()
-
-    def _show(self, texts: dict[str, str]) -> None:
-        if self._console is None:
-            return
-        self._console.show(texts)
-        if not self._estimated and (estimate := self._figures.estimate()):
-            self._estimated = True
-            self._console.estimate(estimate)
 
     @contextmanager
     def _losing_the_console(self) -> Iterator[None]:

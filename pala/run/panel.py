@@ -42,9 +42,6 @@ class Panel:
         # Launchers pass on whole lines: an empty last one, which needs no end, keeps the lower border from lagging.
         self._live.update(Group(boxed(self._title, figures), ""), refresh=True)
 
-    def estimate(self, text: str) -> None:
-        """Show nothing: the panel tells the time that is left all along."""
-
     def _say(self, message: str) -> bool:
         """Print what this rank says above the panel, which would be drawn over it."""
         try:
@@ -70,9 +67,6 @@ class CellPanel:
 
     def show(self, figures: dict[str, str]) -> None:
         self._shown.update(boxed(self._title, figures))
-
-    def estimate(self, text: str) -> None:
-        """Show nothing, as in `Panel`."""
 
     def close(self) -> None:
         """Leave the last state in the cell."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pala.comm.agreement import collectively, from_first
 from pala.comm.base import Communicator
-from pala.config import Config, to_table
-from pala.config.influence import settings_that_matter
+from pala.config import Config
 from pala.run import run_folder
 from pala.run.console import Reporter
 from pala.run.lock import check_identity, join_lock, lock_folder, lock_identity
@@ -24,7 +23,6 @@ from pala.run.run_folder import RunRecord
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
 from pala.system.output import log, say_death
-from pala.system.tables import flatten
 
 if TYPE_CHECKING:  # torch: a spare that sleeps has not loaded it
     from pala.exchange.base import Exchange
@@ -101,19 +99,8 @@ class Run:
     def open_reporter(self, begin_steps: int | None = None) -> None:
         """Begin what the console and TensorBoard show, if this rank leads. `begin_steps`: steps of all ranks at the
         start; None for a rank that continues another one's."""
-        if self._record is None:
-            return
-        run, settings = self.config.run, settings_that_matter(flatten(to_table(self.config)))
-        self._reporter = Reporter(
-            self.folder,
-            self.num_trainers,
-            self.config.total_steps,
-            run.console,
-            run.tensorboard,
-            run.spares,
-            settings,
-            begin_steps,
-        )
+        if self._record is not None:
+            self._reporter = Reporter(self.folder, self.num_trainers, self.config, begin_steps)
 
     def write(self, records: list[Record]) -> None:
         """Append to this rank's metrics. Raises EndError if the run's folder is another job's by now."""

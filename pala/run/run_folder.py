@@ -30,25 +30,19 @@ _EARLIER_DEFAULTS: dict[str, Any] = {
     "network": {"precision": "float32"},
 }
 """Settings of runs before version 0.2 whose `run.json` does not name them."""
-_GONE: dict[str, dict[str, Any]] = {
-    "a2c": {
-        "learning_rate_scaling": "none",
-        "learning_rate_most_scaling": None,
-        "momentum_smoothing": 0.8,
-        "gradient_clipping": "own",
-    },
-    "exchange": {"exchanges_per_update": 1},
-    "gorila": {
-        "adagrad_epsilon": 1e-5,
-        "epsilon_first": 1.0,
-        "loss_filter_horizon_updates": 1000,
-        "save_replay": None,
-    },
+_GONE: dict[str, Any] = {
+    "a2c.gradient_clipping": "own",
+    "a2c.learning_rate_most_scaling": None,
+    "a2c.learning_rate_scaling": "none",
+    "a2c.momentum_smoothing": 0.8,
+    "exchange.exchanges_per_update": 1,
+    "gorila.adagrad_epsilon": 1e-5,
+    "gorila.epsilon_first": 1.0,
+    "gorila.loss_filter_horizon_updates": 1000,
+    "gorila.save_replay": None,
 }
 """Settings that are gone, each with the value by which training is as it is today; None: any. A run with another value
 is evaluated and drawn as any, but neither resumed nor compared."""
-_READ_BY = {"gradient_clipping": ("gossip", "shared_memory"), "exchanges_per_update": ("gossip",)}
-"""Kinds of exchange that read them, where some did not."""
 
 
 class FromPython(NamedTuple):
@@ -245,30 +239,21 @@ _SEGMENT: dict[str, Callable[[Any], bool]] = {
 
 
 def config_of(path: str | Path, record: dict[str, Any] | None = None) -> Config:
-    """Return the configuration that a run was made with. `record`: the run's record, if it has been read."""
-    return from_table(_as_of_today((record or read(path))["config"]), source=f"'{Path(path) / 'run.json'}'")
-
-
-def _as_of_today(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's settings with those named that its PALA did not have, or had another default of, and without those
-    that are gone."""
-    table = merged(_EARLIER_DEFAULTS, config)
-    for section, gone in _GONE.items():
-        if isinstance(own := table.get(section), dict):
-            table[section] = {key: value for key, value in own.items() if key not in gone}
-    return table
+    """Return the configuration that a run was made with: with those settings named that its PALA did not have, or had
+    another default of, and without those that are gone. `record`: the run's record, if it has been read."""
+    table = merged(_EARLIER_DEFAULTS, (record or read(path))["config"])
+    for key in _GONE:
+        section, name = key.split(".")
+        if isinstance(table.get(section), dict):
+            table[section] = {own: value for own, value in table[section].items() if own != name}
+    return from_table(table, source=f"'{Path(path) / 'run.json'}'")
 
 
 def gone_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are gone and changed how this run was trained, by their full keys."""
-    found = flatten({section: record["config"].get(section, {}) for section in _GONE})
-    kind = found.get("exchange.kind", "gossip")
+    found = flatten(record["config"])
     return {
-        f"{section}.{key}": found[f"{section}.{key}"]
-        for section, gone in _GONE.items()
-        for key, neutral in gone.items()
-        if neutral is not None and found.get(f"{section}.{key}", neutral) != neutral
-        if kind in _READ_BY.get(key, (kind,))
+        key: found[key] for key, neutral in _GONE.items() if neutral is not None and found.get(key, neutral) != neutral
     }
 
 

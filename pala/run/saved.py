@@ -9,7 +9,6 @@ from pathlib import Path
 from pala.comm.agreement import collectively, from_first
 from pala.comm.base import Communicator
 from pala.config import Config
-from pala.networks.network import FlatParameters
 from pala.run import checkpoint, run_folder
 from pala.run.checkpoint import RankState
 from pala.system.output import log
@@ -28,9 +27,9 @@ class Saved:
     hosts: Sequence[str]  # of each rank
 
     @classmethod
-    def find(cls, comm: Communicator, segment: Path, flat: FlatParameters, coupling: int) -> Saved:
-        """Read the checkpoints of such a network. `coupling`: closeness that the ranks' models must have.
-        Collective."""
+    def find(cls, comm: Communicator, segment: Path, signature: int, coupling: int) -> Saved:
+        """Read the checkpoints of the network of this signature. `coupling`: closeness that the ranks' models must
+        have. Collective."""
 
         def facts() -> tuple[Config, list[str]]:
             record = run_folder.read(segment.parents[1])
@@ -40,7 +39,7 @@ class Saved:
         config, hosts = from_first(comm, facts)
 
         def load(rank: int, ranks: int | None = None) -> RankState:
-            return checkpoint.load_rank(segment, rank, flat.signature, ranks, len(flat.data))
+            return checkpoint.load_rank(segment, rank, signature, ranks)
 
         first = collectively(comm, lambda: load(0))
         if first.num_trainers != comm.size or coupling > config.exchange_kind.coupling:

@@ -89,14 +89,18 @@ def outlives_ranks(environment: Mapping[str, str]) -> bool:
     return environment.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread ends that started it."""
+    parent_death_signal = 1
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+
+
 def die_with_launcher() -> None:
     """Have the kernel kill this rank when its launcher ends, even if the rank is stopped: a launcher that gives up a
     job does not wait for stopped ranks. Nothing is changed without a launcher."""
     launch = Launch.detect()
-    # The signal comes when the thread ends that started the process. PRRTE starts 32 and more by threads of their own.
-    if launch.size > 1 and launch.local_size < 32:
-        parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    if launch.size > 1 and launch.local_size < 32:  # PRRTE starts 32 and more by threads of their own
+        die_with_parent()
 
 
 def _ancestors() -> Iterator[tuple[int, str]]:

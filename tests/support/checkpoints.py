@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from pala.gorila.shard import ServedModel, assemble
 from pala.run import checkpoint
 from pala.run.checkpoint import RankState
 
@@ -33,17 +31,12 @@ def make_state(
 
 def load_state(folder: Path, rank: int = 0, ranks: int | None = None) -> RankState:
     """What `make_state` made."""
-    return checkpoint.load_rank(folder, rank, SIGNATURE, ranks, PARAMETERS)
+    return checkpoint.load_rank(folder, rank, SIGNATURE, ranks)
 
 
 def read_state(file: Path) -> RankState:
     """Of any network."""
-    return checkpoint.read_rank(file, 2**63, checkpoint._read_head(file).signature)
-
-
-def assembled(states: Sequence[RankState]) -> ServedModel:
-    """Of slices of any length."""
-    return assemble(states, sum(len(state.tensors["parameters"]) for state in states if state.tensors))
+    return checkpoint.read_rank(file, checkpoint._read_head(file).signature)
 
 
 def same(a: RankState, b: RankState) -> bool:

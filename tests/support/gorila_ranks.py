@@ -102,7 +102,7 @@ class Rank:
         self.flat, self.target = FlatParameters(network, CPU), FlatParameters(target_network, CPU)
         self.target.data.copy_(self.flat.data)
         space = self.envs.observation_space
-        rules = Rules.of(config, roles, num_ranks, self.flat, space, num_actions=3, frame_stack=1)
+        rules = Rules.of(config, roles, num_ranks, self.flat, space, frame_stack=1)
         self.parts, self.wire = rules.slices, rules.wire
         self.shard, self.store = None, None
         if rank in roles.shards:
