@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, BinaryIO, cast
 
 import tyro
 
-from pala.report.pictures import COLOURS, new_figure, tidy, verbatim, write_picture
+from pala.report.pictures import COLOURS, legend, new_figure, tidy, verbatim, write_picture
 from pala.report.timeline import NEWS, Arrow, RankEvents, Timeline, read
 from pala.system.command_line import check_least, exit_on_mistake, read_command
 from pala.system.errors import PalaError, reason
@@ -153,9 +153,9 @@ def draw(timeline: Timeline, output: Path) -> None:
     axes.set_xlim(0, max(timeline.end_s - begin_s, 1e-3))
     axes.set_xlabel(f"seconds, from {begin_s:g} s after the timeline's begin")
     tidy(axes, "x")
-    handles = [axes.barh(0, 0, color=colour, label=name) for name, colour in names.items()]
-    if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    for name, colour in names.items():
+        axes.barh(0, 0, color=colour, label=verbatim(name))
+    legend(figure, axes)
     write_picture(figure, output)
 
 

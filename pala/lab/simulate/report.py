@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pala.config.catalogue import TOPOLOGIES
 from pala.report.page import Column, Form, Page, origin, table
 from pala.report.panels import tidy_ranks
-from pala.report.pictures import line_look, new_figure, write_picture
+from pala.report.pictures import legend, line_look, new_figure, write_picture
 from pala.system.text import counted
 
 if TYPE_CHECKING:
@@ -114,8 +114,7 @@ def draw(simulation: dict[str, Any], output: Path) -> None:
     for axes, straggler in zip(panels, stragglers, strict=True):
         _draw_efficiency(axes, [row for row in rows if row["straggler"] == straggler])
     panels[0].set_ylabel("efficiency: steps/s over those of\nas many single ranks, none of them slow")
-    handles, labels = panels[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    legend(figure, panels[-1])
     options, measured = simulation["options"], simulation["measured"]
     figure.suptitle(
         f"Simulated, with costs measured on {measured['cpu']}: {measured['environment']}, {options['ranks_per_host']} "
