@@ -18,7 +18,6 @@ import torch
 from pala.a2c.agent import build
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, GorilaConfig, NetworkConfig, to_table
 from pala.envs.vector import make_envs
-from pala.exchange.budget import ExchangeState
 from pala.lab.benchmark import __main__ as benchmark
 from pala.lab.benchmark.analysis import _median_us, parts_of, training_of
 from pala.lab.benchmark.gorila import flops_per_step as gorila_flops
@@ -29,7 +28,6 @@ from pala.lab.benchmark.report import markdown
 from pala.lab.benchmark.rounds import Rounds
 from pala.run.metrics import SECTIONS
 from pala.system.errors import CollectiveError, PalaError
-from pala.system.interrupt import Interrupt
 from pala.system.text import Spread
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support.benchmarks import SPEEDS, canned, canned_job
@@ -193,7 +191,7 @@ def test_each_training_starts_alike() -> None:
         agent = build(comm, config, envs)
         trial, models = Trial(comm, config, envs, agent, agent.flat.data.clone()), []
         for _ in range(2):
-            trial._loop(config, ExchangeState([0]), Interrupt())
+            trial._fresh_agent(config)
             assert agent.a2c.num_squares == 0
             for _ in range(2):
                 agent.flat.gradient.fill_(1.0)

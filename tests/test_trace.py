@@ -461,6 +461,6 @@ def test_any_bytes_give_valid_json_or_one_error(tmp_path: Path) -> None:
             assert "no events" in str(error)
             continue
         for event in chrome_events(timeline):
-            json.loads(event, parse_constant=pytest.fail)
+            json.dumps(event, allow_nan=False)
         good += 1
     assert good > 100
