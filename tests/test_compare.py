@@ -574,27 +574,16 @@ def test_runs_that_never_reach_the_target_come_last() -> None:
     assert measures.median_reached([2.0, 4.0]) == 3.0
 
 
-def test_ranks_that_are_gone_add_no_speed(there: Path, no_pictures: None) -> None:
+def test_a_run_whose_number_of_ranks_changed_has_no_speed(there: Path, no_pictures: None) -> None:
     planned = only_run(there)
     make_run(planned.folder, planned.config, 2, speed=100.0)
+    assert [row["steps_per_s"] for row in report()[1]] == ["100.0"]
     record = json.loads((planned.folder / "run.json").read_text())
     record["segments"].append(record["segments"][0] | {"ranks": 1})
     (planned.folder / "run.json").write_text(json.dumps(record))
-    assert [row["steps_per_s"] for row in report()[1]] == ["50.0"]
-
-
-def test_the_speed_is_that_with_the_newest_number_of_ranks() -> None:
-    kinds = ["start", "interval", "start", "interval", "start", "interval"]
-    records = [{"type": kind, "place": place} for place, kind in enumerate(kinds)]
-    segments = [{"segment": f"segment-{number:03d}", "ranks": ranks} for number, ranks in enumerate((2, 4, 4))]
-    for place, segment in zip((0, 2, 4), segments, strict=True):
-        records[place]["segment"] = segment["segment"]
-    assert [record["place"] for record in measures.since_resized(records, segments)] == [2, 3, 4, 5]
-    assert len(measures.since_resized(records[2:], segments)) == 4 and measures.since_resized([], segments) == []
-    back = [{"segment": f"segment-{number:03d}", "ranks": ranks} for number, ranks in enumerate((4, 2, 4))]
-    starts = [{"type": "start", "segment": f"segment-{number:03d}"} for number in (0, 2)]
-    seen = [starts[0], {"type": "interval"}, starts[1]]
-    assert measures.since_resized(seen, back) == seen[2:], "a rank that was not there while they were fewer"
+    page, rows = report()
+    assert [row["steps_per_s"] for row in rows] == [""]
+    assert f"resumed with another number of ranks, so without a speed: `{planned.folder.name}`" in page
 
 
 def test_efficiency_is_speed_a_rank() -> None:
