@@ -38,7 +38,6 @@ ROWS = {SPAN: "work", SENT: "messages sent", RECEIVED: "messages received"}
 """Rows of a rank, by the kind of event; the kind is the number of the row's thread."""
 
 _MICROSECONDS = 1e6
-_PICTURES = (".png", ".svg", ".pdf")
 _MOST_DRAWN = 20_000  # parts of time in a picture
 _ORDER = ("environment", "inference", "update", "loop", "exchange", "wait")  # of colours; others share one
 _WAIT, _OTHER = "#C8C8C8", "#56B4E9"
@@ -179,7 +178,7 @@ class Command:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Folder of one run, or the one that `pala.Gossip(trace=...)` was given."""
     output: Path | None = None
-    """File to write; otherwise RUN/trace.json. `.json.gz`: packed. `.png`, `.svg`, `.pdf`: a picture."""
+    """File to write; otherwise RUN/trace.json. `.json.gz`: packed. Another format, as `.png` or `.svg`: a picture."""
     begin: float = 0.0
     """Leave out what ended before this time, in seconds from the begin of the timeline."""
     seconds: float = 0.0
@@ -213,8 +212,8 @@ def main() -> None:
         timeline = timeline.part(command.begin, command.seconds or timeline.end_s)
         if timeline.end_s <= timeline.begin_s:
             raise PalaError(f"'--begin' is {command.begin:g}, but the timeline ends after {timeline.end_s:.1f} s.")
-    if output.suffix in _PICTURES:
-        draw(timeline, output)
-    else:
+    if output.suffix in ("", ".json", ".gz"):
         write_chrome(timeline, output)
+    else:
+        draw(timeline, output)
     print_result(f"{output}: {summary(timeline)}")

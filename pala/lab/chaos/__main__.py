@@ -171,15 +171,15 @@ def result_of(history: History, plan: Plan, limit_s: float, log_s: float, reache
 
 
 _COLUMNS: tuple[Column[Result], ...] = (
-    Column("at s", lambda fault: fault["at_s"], ".1f"),
-    Column("fault", lambda fault: fault["fault"]),
-    Column("rank", lambda fault: fault["rank"]),
-    Column("for s", lambda fault: fault["lasted_s"], ".1f"),
-    Column("noted after s", lambda fault: fault["noticed_s"], ".1f"),
-    Column("others train after s", lambda fault: fault["others_s"], ".1f"),
-    Column("it trains after s", lambda fault: fault["back_s"], ".1f"),
-    Column("steps/s before", lambda fault: fault["steps_per_s_before"], ",.0f"),
-    Column("after", lambda fault: fault["steps_per_s_after"], ",.0f"),
+    Column("at s", "at_s", ".1f"),
+    Column("fault", "fault"),
+    Column("rank", "rank"),
+    Column("for s", "lasted_s", ".1f"),
+    Column("noted after s", "noticed_s", ".1f"),
+    Column("others train after s", "others_s", ".1f"),
+    Column("it trains after s", "back_s", ".1f"),
+    Column("steps/s before", "steps_per_s_before", ",.0f"),
+    Column("after", "steps_per_s_after", ",.0f"),
 )
 
 
