@@ -62,7 +62,7 @@ def test_running_mean_grows_to_its_window() -> None:
 
 
 def test_a_curve_is_in_the_order_of_its_axis_and_thin() -> None:
-    curve = curve_of(np.array([3.0, 1.0, 2.0]), np.array([30.0, 10.0, 20.0]), window=2)
+    curve = curve_of(np.array([3.0, 1.0, 2.0]), np.array([30.0, 10.0, 20.0]), window=2, banded=True)
     assert curve.x.tolist() == [1, 2, 3]
     assert curve.y.tolist() == [10, 15, 25]
     assert curve.low.tolist() == [10, 12.5, 22.5]

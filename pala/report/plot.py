@@ -181,13 +181,13 @@ def _draw_one(run: Run) -> Figure:
     panels: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
     for axis in AXES:
         seconds = label_learning_curve(panels[axis], axis, [run])
-        _draw_banded(panels[axis], learning_curve(run.over(axis, seconds), run.returns))
+        _draw_banded(panels[axis], learning_curve(run.over(axis, seconds), run.returns, banded=True))
         draw_evaluations(panels[axis], axis, seconds, [Line("", line_look(0), [run])])
         draw_references(panels[axis], run.reference)
     if gossips:
         steps, distances = run.distances.T
         label_learning_curve(panels["distance"], "steps", [run])
-        _draw_banded(panels["distance"], curve_of(steps, distances, window=5 * run.facts["ranks"]))
+        _draw_banded(panels["distance"], curve_of(steps, distances, 5 * run.facts["ranks"], banded=True))
         panels["distance"].set_ylabel("consensus distance\n(L2 norm)")
         panels["distance"].set_ylim(bottom=0)
     legend(figure, panels["steps"])
