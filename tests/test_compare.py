@@ -702,6 +702,20 @@ def test_only_the_variants_that_are_named_are_drawn(there: Path) -> None:
     assert f"The learning curves leave out {', '.join(f'`{name}`' for name in others)} (`drawn`)." in notes(comparison)
 
 
+def test_names_of_variants_are_not_read_as_formulas(there: Path) -> None:
+    """A run that is added is named by its settings, which may hold any text."""
+    plan = plan_of(PRESET)
+    runs = [make_run(there / "mine" / str(ranks), plan.runs[0].config, ranks) for ranks in (1, 2)]
+    for run in runs:
+        record = json.loads((run / "run.json").read_text())
+        record["config"]["network"]["custom"] = "_m:$^$"
+        (run / "run.json").write_text(json.dumps(record))
+    _, rows = report(there / "mine")
+    assert "$^$" in rows[0]["variant"]
+    for name in ("learning_curves", "final_scores", "scaling"):
+        assert Path(f"results/tiny/{name}.png").exists()
+
+
 def write_preset(text: str) -> Path:
     Path("other.toml").write_text(text)
     return Path("other.toml")

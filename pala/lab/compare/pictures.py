@@ -13,7 +13,7 @@ from pala.lab.compare.measures import Comparison, Run, bootstrap_interval, effic
 from pala.lab.compare.plan import Cell
 from pala.report.curves import WINDOW, Curve, curve_of, mean_of
 from pala.report.panels import Line, draw_learning_curves, draw_references, shade_beyond_cores, tidy_ranks
-from pala.report.pictures import LINE_STYLES, MARKERS, line_look, new_figure, tidy, write_picture
+from pala.report.pictures import LINE_STYLES, MARKERS, line_look, new_figure, tidy, verbatim, write_picture
 from pala.report.runs import Axis
 from pala.system.text import counted
 
@@ -144,7 +144,7 @@ def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Compar
         panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
         panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
         panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)
-    labels = [f"{cell.variant}, {counted(cell.ranks, 'rank')}" for cell in scores]
+    labels = [verbatim(f"{cell.variant}, {counted(cell.ranks, 'rank')}") for cell in scores]
     panel.set_yticks(range(len(scores)), labels)
     panel.set_ylim(len(scores) - 0.5, -0.5)
     tidy(panel, grid="x")
@@ -181,7 +181,8 @@ def _draw_speeds(
     counts = sorted({ranks for of in lines.values() for ranks in of})
     for variant, of in lines.items():
         look = line_look(comparison.place(variant))
-        name = f"{variant}\n(waits for no rank: upper bound)" if comparison.is_independent(game, variant) else variant
+        bound = "\n(waits for no rank: upper bound)" * comparison.is_independent(game, variant)
+        name = verbatim(f"{variant}{bound}")
         speed.plot(list(of), list(of.values()), label=name, **look)
         efficiency.plot(list(of), list(efficiencies(of).values()), label=name, **look)
     ideal = max(of[min(of)] / min(of) for of in lines.values())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pala.config.catalogue import TOPOLOGIES
 from pala.report.page import Column, Form, Page, origin, table
 from pala.report.panels import tidy_ranks
-from pala.report.pictures import legend, line_look, new_figure, write_picture
+from pala.report.pictures import legend, line_look, new_figure, verbatim, write_picture
 from pala.system.text import counted
 
 if TYPE_CHECKING:
@@ -115,11 +115,11 @@ def draw(simulation: dict[str, Any], output: Path) -> None:
     panels[0].set_ylabel("efficiency: steps/s over those of\nas many single ranks, none of them slow")
     legend(figure, panels[-1])
     options, measured = simulation["options"], simulation["measured"]
-    figure.suptitle(
+    title = (
         f"Simulated, with costs measured on {measured['cpu']}: {measured['environment']}, {options['ranks_per_host']} "
-        f"ranks a host, {options['bandwidth_gbit']:g} Gbit/s, {options['latency_us']:g} µs",
-        fontsize=11,
+        f"ranks a host, {options['bandwidth_gbit']:g} Gbit/s, {options['latency_us']:g} µs"
     )
+    figure.suptitle(verbatim(title), fontsize=11)
     write_picture(figure, output)
 
 
