@@ -25,7 +25,7 @@ class Column(Generic[Row]):
 
     title: str
     value: str | Callable[[Row], Any]
-    """How a row's value is found: a function, or the key of rows that are tables."""
+    """Function that finds a row's value, or its key in rows that are tables."""
     form: Form = ""
     """A format such as `,.0f`, also of a `Spread`, or a function that makes the text."""
 
