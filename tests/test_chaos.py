@@ -168,7 +168,8 @@ def test_kills_that_would_end_the_job_are_refused(config: Config, ulfm: bool, wo
         ([], "Name a run that trains now"),
         (["r", "--mean-s", "0"], "'--mean-s' is 0"),
         (["r", "--duration-s", "-1"], "'--duration-s' is -1"),
-        (["r", "--output", "nowhere/report.json"], "there is no folder 'nowhere'"),
+        (["r", "--output", "."], "is a folder; name a file"),
+        (["r", "--output", "nowhere/report.json"], "nothing can be written into"),
         (["r", "--fault", "stop"], "--faults"),
     ],
 )

@@ -574,27 +574,16 @@ def test_runs_that_never_reach_the_target_come_last() -> None:
     assert measures.median_reached([2.0, 4.0]) == 3.0
 
 
-def test_ranks_that_are_gone_add_no_speed(there: Path, no_pictures: None) -> None:
+def test_a_run_whose_number_of_ranks_changed_has_no_speed(there: Path, no_pictures: None) -> None:
     planned = only_run(there)
     make_run(planned.folder, planned.config, 2, speed=100.0)
+    assert [row["steps_per_s"] for row in report()[1]] == ["100.0"]
     record = json.loads((planned.folder / "run.json").read_text())
     record["segments"].append(record["segments"][0] | {"ranks": 1})
     (planned.folder / "run.json").write_text(json.dumps(record))
-    assert [row["steps_per_s"] for row in report()[1]] == ["50.0"]
-
-
-def test_the_speed_is_that_with_the_newest_number_of_ranks() -> None:
-    kinds = ["start", "interval", "start", "interval", "start", "interval"]
-    records = [{"type": kind, "place": place} for place, kind in enumerate(kinds)]
-    segments = [{"segment": f"segment-{number:03d}", "ranks": ranks} for number, ranks in enumerate((2, 4, 4))]
-    for place, segment in zip((0, 2, 4), segments, strict=True):
-        records[place]["segment"] = segment["segment"]
-    assert [record["place"] for record in measures.since_resized(records, segments)] == [2, 3, 4, 5]
-    assert len(measures.since_resized(records[2:], segments)) == 4 and measures.since_resized([], segments) == []
-    back = [{"segment": f"segment-{number:03d}", "ranks": ranks} for number, ranks in enumerate((4, 2, 4))]
-    starts = [{"type": "start", "segment": f"segment-{number:03d}"} for number in (0, 2)]
-    seen = [starts[0], {"type": "interval"}, starts[1]]
-    assert measures.since_resized(seen, back) == seen[2:], "a rank that was not there while they were fewer"
+    page, rows = report()
+    assert [row["steps_per_s"] for row in rows] == [""]
+    assert f"resumed with another number of ranks, so without a speed: `{planned.folder.name}`" in page
 
 
 def test_efficiency_is_speed_a_rank() -> None:
@@ -711,6 +700,20 @@ def test_only_the_variants_that_are_named_are_drawn(there: Path) -> None:
     names = [text.get_text() for part in figure.subfigs for legend in part.legends for text in legend.get_texts()]
     assert any(name.startswith(first) for name in names) and not any(name.startswith(tuple(others)) for name in names)
     assert f"The learning curves leave out {', '.join(f'`{name}`' for name in others)} (`drawn`)." in notes(comparison)
+
+
+def test_names_of_variants_are_not_read_as_formulas(there: Path) -> None:
+    """A run that is added is named by its settings, which may hold any text."""
+    plan = plan_of(PRESET)
+    runs = [make_run(there / "mine" / str(ranks), plan.runs[0].config, ranks) for ranks in (1, 2)]
+    for run in runs:
+        record = json.loads((run / "run.json").read_text())
+        record["config"]["network"]["custom"] = "_m:$^$"
+        (run / "run.json").write_text(json.dumps(record))
+    _, rows = report(there / "mine")
+    assert "$^$" in rows[0]["variant"]
+    for name in ("learning_curves", "final_scores", "scaling"):
+        assert Path(f"results/tiny/{name}.png").exists()
 
 
 def write_preset(text: str) -> Path:

@@ -555,7 +555,7 @@ def altered(draw: st.DrawFn, whole: Any) -> bytes:
 def measure(run: Path, plan: Plan) -> None:
     """What the programs compute of a run's files, but for pictures."""
     drawn = plot.read(run)
-    curve_of(drawn.steps, drawn.returns, 100)
+    curve_of(drawn.steps, drawn.returns, 100, banded=True)
     plot._grouped([drawn, drawn], "preset")
     loaded = load(run, plan)
     figures = loaded.steps_per_s, loaded.training_s, loaded.mean("time_wait"), loaded.most("staleness_updates")

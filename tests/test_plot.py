@@ -7,6 +7,8 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig
 from pala.evaluation.references import reference_of, score_table
 from pala.report.curves import Curve, curve_of, learning_curve, mean_of, running_mean
-from pala.report.panels import Mark, draw_evaluations, draw_references
+from pala.report.panels import Line, draw_evaluations, draw_references
 from pala.report.pictures import line_look, new_figure, verbatim
 from pala.report.plot import _draw_many, _draw_one, _grouped, main, plot, read
 from pala.run import run_folder
@@ -60,7 +62,7 @@ def test_running_mean_grows_to_its_window() -> None:
 
 
 def test_a_curve_is_in_the_order_of_its_axis_and_thin() -> None:
-    curve = curve_of(np.array([3.0, 1.0, 2.0]), np.array([30.0, 10.0, 20.0]), window=2)
+    curve = curve_of(np.array([3.0, 1.0, 2.0]), np.array([30.0, 10.0, 20.0]), window=2, banded=True)
     assert curve.x.tolist() == [1, 2, 3]
     assert curve.y.tolist() == [10, 15, 25]
     assert curve.low.tolist() == [10, 12.5, 22.5]
@@ -130,6 +132,19 @@ def test_a_mean_that_ends_before_its_runs_is_explained(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / str(s), replace(CONFIG, seed=s), end_s=600 * s) for s in (1, 2)]
     steps, time = _draw_many(_grouped([read(path) for path in paths], "preset")).axes
     assert "ends with the shortest of its runs" in time.get_xlabel() and "\n" not in steps.get_xlabel()
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["name " * 12], [f"{'name ' * 12} {n}" for n in range(12)]])
+@pytest.mark.slow
+def test_a_legend_leaves_the_panels_room(names: list[str], tmp_path: Path) -> None:
+    """A legend of many rows once took the room of the label of the y axis, which was cut."""
+    runs = [read(make_run(tmp_path / name)) for name in names]
+    figure = _draw_many({run.path.name: [run] for run in runs})
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width or len(names) == 1
+    for box in (figure.axes[0].yaxis.label.get_window_extent(), legend.get_window_extent()):
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
 
 
 def test_the_mean_of_curves_covers_what_they_share() -> None:
@@ -237,10 +252,10 @@ def test_a_network_from_python_tells_runs_apart(tmp_path: Path, capsys: pytest.C
 
 def test_equal_scores_are_marked_though_their_mean_is_rounded() -> None:
     """The mean of three times 0.7 is not 0.7."""
-    marks = [Mark(1.0, [{"mean_return": score}] * 3, line_look(0)) for score in (0.7, 0.1, 5.0)]
+    runs: list[Any] = [SimpleNamespace(evaluation={"mean_return": score}, end=lambda *_: 1.0) for score in (0.7, 0.1)]
     panel = new_figure(4, 3).subplots()
-    draw_evaluations(panel, marks)
-    assert len(panel.containers) == 4, "one of them is the legend's"
+    draw_evaluations(panel, "steps", 1.0, [Line("", line_look(0), [run] * 3) for run in runs])
+    assert len(panel.containers) == 3, "one of them is the legend's"
 
 
 def test_errors_are_sentences(

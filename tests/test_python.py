@@ -1169,6 +1169,15 @@ def test_a_window_takes_the_size_of_its_pictures(monkeypatch: pytest.MonkeyPatch
     window.close()
 
 
+def test_play_without_a_run_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["play"])
+    with pytest.raises(SystemExit):
+        play.main()
+    assert capsys.readouterr().err.startswith("pala: error: Name the folder of the run to watch")
+
+
 def test_without_pygame_a_sentence_names_the_video(
     drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ import tyro
 
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
+from pala.system.errors import PalaError
 from pala.system.output import print_result
 from pala.system.resources import prepare
 
@@ -31,7 +32,7 @@ _THREADS = 1  # one environment, one observation at a time
 class Command:
     """Watch a run's policy play, in a window."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path | None, tyro.conf.Positional] = None
     """Folder of the run."""
     episodes: int = 0
     """Episodes that the window shows; 0: until it is closed."""
@@ -48,7 +49,9 @@ class Command:
 @exit_on_mistake()
 def main() -> None:
     """Run `pala play`."""
-    command = read_command(_PROGRAM, sys.argv[1:], Command(run=tyro.MISSING))
+    command = read_command(_PROGRAM, sys.argv[1:], Command())
+    if command.run is None:
+        raise PalaError("Name the folder of the run to watch; `--help` explains the options.")
     run_folder.read(command.run)  # before torch, whose loading takes seconds
     prepare(_THREADS)
     from pala.evaluation.scoring import Acting

@@ -26,7 +26,7 @@ from pala.config import Config
 from pala.config.influence import differences, phrase
 from pala.evaluation.record import action_words, final_evaluation
 from pala.evaluation.references import human_normalised, rom_of, score_table
-from pala.report.page import Column, Form, Page, table, write_texts
+from pala.report.page import Column, Page, table, write_texts
 from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
@@ -158,19 +158,20 @@ def markdown(runs: Sequence[Run], left_out: Sequence[str]) -> str:
     return page.text()
 
 
-def _of(key: str, form: Form, title: str = "") -> Column[Row]:
-    return Column(title or key, lambda row: row[key], form)
-
-
-_GAMES = [
-    _of("game", ""),
-    _of("random", short_number),
-    _of("human", short_number),
-    *(_of(agent, short_number, name) for agent, name in _AGENTS.items()),
-    *(_of(count, ",.0f") for count in ("runs", "episodes", "steps")),
-    *(_of(f"{agent}_normalised", ",.1f", f"{name}, %") for agent, name in _AGENTS.items()),
+_GAMES: list[Column[Row]] = [
+    Column("game", "game"),
+    Column("random", "random", short_number),
+    Column("human", "human", short_number),
+    *(Column(name, agent, short_number) for agent, name in _AGENTS.items()),
+    *(Column(count, count, ",.0f") for count in ("runs", "episodes", "steps")),
+    *(Column(f"{name}, %", f"{agent}_normalised", ",.1f") for agent, name in _AGENTS.items()),
 ]
-_SUMMARY = [_of("games", ""), _of("agent", ""), _of("mean", ",.1f"), _of("median", ",.1f")]
+_SUMMARY: list[Column[Row]] = [
+    Column("games", "games"),
+    Column("agent", "agent"),
+    Column("mean", "mean", ",.1f"),
+    Column("median", "median", ",.1f"),
+]
 
 
 def _summary_rows(rows: Sequence[Row], played: Sequence[Row]) -> list[Row]:

@@ -30,22 +30,24 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return means
 
 
-def curve_of(x: np.ndarray, values: np.ndarray, window: int, least: int = 1) -> Curve:
-    """Return the running mean of `values` in the order of `x`, with running quartiles, at 500 places at most; from
-    where it is a mean of `least` values on."""
+def curve_of(x: np.ndarray, values: np.ndarray, window: int, least: int = 1, banded: bool = False) -> Curve:
+    """Return the running mean of `values` in the order of `x`, at 500 places at most, from where it is a mean of
+    `least` values on; `banded`: with running quartiles, which take long."""
     order = np.argsort(x, kind="stable")
     x, values = x[order], values[order]
     at = np.unique(np.linspace(least - 1, len(x) - 1, _POINTS).astype(int))
-    quartiles = [np.percentile(values[max(0, i + 1 - window) : i + 1], (25, 75)) for i in at]
-    low, high = np.array(quartiles).T
-    return Curve(x[at], running_mean(values, window)[at], low, high)
+    means = running_mean(values, window)[at]
+    if not banded:
+        return Curve(x[at], means, means, means)
+    low, high = np.array([np.percentile(values[max(0, i + 1 - window) : i + 1], (25, 75)) for i in at]).T
+    return Curve(x[at], means, low, high)
 
 
-def learning_curve(x: np.ndarray, returns: np.ndarray) -> Curve:
+def learning_curve(x: np.ndarray, returns: np.ndarray, banded: bool = False) -> Curve:
     """Return a curve as it is drawn. It begins with a mean of 100 episodes; in a run of few, of a tenth of them all.
 
     Of the first episodes to end, most are those that went badly, so a mean of fewer begins with a jump."""
-    return curve_of(x, returns, WINDOW, least=max(1, min(WINDOW, len(x) // 10)))
+    return curve_of(x, returns, WINDOW, max(1, min(WINDOW, len(x) // 10)), banded)
 
 
 def mean_of(curves: Sequence[Curve]) -> Curve:

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
 
 import tyro
 
-from pala.report.pictures import COLOURS, new_figure, tidy, verbatim, write_picture
+from pala.report.pictures import COLOURS, legend, new_figure, tidy, verbatim, write_picture
 from pala.report.timeline import NEWS, Arrow, RankEvents, Timeline, read
 from pala.system.command_line import check_least, exit_on_mistake, read_command
 from pala.system.errors import PalaError, reason
@@ -40,7 +38,6 @@ ROWS = {SPAN: "work", SENT: "messages sent", RECEIVED: "messages received"}
 """Rows of a rank, by the kind of event; the kind is the number of the row's thread."""
 
 _MICROSECONDS = 1e6
-_PICTURES = (".png", ".svg", ".pdf")
 _MOST_DRAWN = 20_000  # parts of time in a picture
 _ORDER = ("environment", "inference", "update", "loop", "exchange", "wait")  # of colours; others share one
 _WAIT, _OTHER = "#C8C8C8", "#56B4E9"
@@ -49,79 +46,62 @@ _WAIT, _OTHER = "#C8C8C8", "#56B4E9"
 # ---- Chrome's format -------------------------------------------------------------------------------------------------
 
 
-def chrome_events(timeline: Timeline) -> Iterator[str]:
-    """Yield a timeline's events in Chrome's trace event format, each as JSON. Times are in microseconds. A message is a
-    flow from the slice of its sending to that of its receipt."""
+def chrome_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield a timeline's events in Chrome's trace event format. Times are in microseconds. A message is a flow from the
+    slice of its sending to that of its receipt."""
     for rank in timeline.ranks:
         yield from _about(rank)
         for event in rank.events:
             yield from _slices(rank, event)
     for number, arrow in enumerate(timeline.arrows):
-        for ph, bind, rank_, row, moment in (
-            ("s", "", arrow.sender, SENT, arrow.sent_s),
-            ("f", '"bp":"e",', arrow.receiver, RECEIVED, arrow.received_s),
-        ):
-            yield (
-                f'{{"ph":"{ph}",{bind}"id":{number},"cat":"message","name":{json.dumps(arrow.name)},'
-                f'"pid":{rank_},"tid":{row},"ts":{_us(moment)}}}'
-            )
+        flow = {"id": number, "cat": "message", "name": arrow.name}
+        yield {"ph": "s", **flow, "pid": arrow.sender, "tid": SENT, "ts": _us(arrow.sent_s)}
+        yield {"ph": "f", "bp": "e", **flow, "pid": arrow.receiver, "tid": RECEIVED, "ts": _us(arrow.received_s)}
 
 
-def _about(rank: RankEvents) -> Iterator[str]:
+def _about(rank: RankEvents) -> Iterator[dict[str, Any]]:
     """Yield the names of a rank and of its rows, and their order."""
-    begin = f'{{"ph":"M","ts":0,"pid":{rank.rank}'
-    yield f'{begin},"tid":0,"name":"process_name","args":{json_text({"name": f"rank {rank.rank} on {rank.host}"})}}}'
-    yield f'{begin},"tid":0,"name":"process_sort_index","args":{{"sort_index":{rank.rank}}}}}'
+    about: dict[str, Any] = {"ph": "M", "ts": 0, "pid": rank.rank}
+    yield about | {"tid": 0, "name": "process_name", "args": {"name": f"rank {rank.rank} on {rank.host}"}}
+    yield about | {"tid": 0, "name": "process_sort_index", "args": {"sort_index": rank.rank}}
     for row, name in ROWS.items():
-        yield f'{begin},"tid":{row},"name":"thread_name","args":{{"name":"{name}"}}}}'
-        yield f'{begin},"tid":{row},"name":"thread_sort_index","args":{{"sort_index":{row}}}}}'
+        yield about | {"tid": row, "name": "thread_name", "args": {"name": name}}
+        yield about | {"tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
 
 
-def _slices(rank: RankEvents, event: Any) -> Iterator[str]:
-    kind, label = int(event["kind"]), json.dumps(rank.label(event))
-    begin, end = _us(event["begin"]), _us(event["end"])
-    if kind == MARK or rank.names[event["name"]] in NEWS:
-        mark = label if kind == MARK else json.dumps(f"{rank.names[event['name']]} of rank {event['peer']}")
-        if kind != SENT:
-            yield f'{{"ph":"i","s":"p","name":{mark},"pid":{rank.rank},"tid":{SPAN},"ts":{begin}}}'
+def _slices(rank: RankEvents, event: Any) -> Iterator[dict[str, Any]]:
+    kind, name, begin = int(event["kind"]), rank.names[event["name"]], _us(event["begin"])
+    if kind == MARK or (name in NEWS and kind != SENT):
+        mark = rank.label(event) if kind == MARK else f"{name} of rank {event['peer']}"
+        yield {"ph": "i", "s": "p", "name": mark, "pid": rank.rank, "tid": SPAN, "ts": begin}
     if kind == MARK:
         return
-    more = f'"pid":{rank.rank},"tid":{kind},"ts":{begin},"dur":{float(end) - float(begin):.3f}'
-    if kind == SENT:
-        more += f',"args":{{"round":{event["round"]},"bytes":{event["number"]}}}'
-    elif kind == RECEIVED:
-        more += f',"args":{{"round":{event["round"]},"took_us":{event["number"]}}}'
-    yield f'{{"ph":"X","name":{label},{more}}}'
+    length = round(_us(event["end"]) - begin, 3)  # of rounded ends: what lies in another slice stays in it
+    drawn = {"ph": "X", "name": rank.label(event), "pid": rank.rank, "tid": kind, "ts": begin, "dur": length}
+    if kind in (SENT, RECEIVED):
+        number = {SENT: "bytes", RECEIVED: "took_us"}[kind]
+        drawn["args"] = {"round": int(event["round"]), number: int(event["number"])}
+    yield drawn
 
 
-def _us(seconds: float) -> str:
-    return f"{_MICROSECONDS * seconds:.3f}"
+def _us(seconds: float) -> float:
+    return round(_MICROSECONDS * float(seconds), 3)
 
 
 def write_chrome(timeline: Timeline, output: Path) -> None:
     """Write a timeline in Chrome's format, packed if the name ends in `.gz`. Raises PalaError."""
     clocks = {f"rank {rank.rank}": rank.error_s for rank in timeline.ranks}
-    about = {"program": "PALA", "clock_error_s": clocks}
+    about = json_text({"program": "PALA", "clock_error_s": clocks})
     try:
-        with open_atomically(output) as file, _text(file, output) as text:
-            text.write(f'{{"displayTimeUnit":"ms","otherData":{json_text(about)},"traceEvents":[\n')
+        with open_atomically(output) as file, contextlib.ExitStack() as stack:
+            if output.suffix == ".gz":
+                file = cast(BinaryIO, stack.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0)))
+            file.write(f'{{"displayTimeUnit":"ms","otherData":{about},"traceEvents":['.encode())
             for number, event in enumerate(chrome_events(timeline)):
-                text.write(f",\n{event}" if number else event)
-            text.write("\n]}\n")
+                file.write(f"{',' * (number > 0)}\n{json_text(event)}".encode())
+            file.write(b"\n]}\n")
     except OSError as error:
         raise PalaError(f"The timeline cannot be written to '{output}': {reason(error)}.") from None
-
-
-@contextlib.contextmanager
-def _text(file: BinaryIO, output: Path) -> Iterator[IO[str]]:
-    """Open a file's text, which is packed if its name says so; the file stays open."""
-    packed = cast(BinaryIO, gzip.GzipFile("", "wb", fileobj=file, mtime=0)) if output.suffix == ".gz" else None
-    text = io.TextIOWrapper(packed or file, "utf-8", write_through=False)
-    yield text
-    text.flush()
-    text.detach()
-    if packed is not None:
-        packed.close()
 
 
 # ---- a picture -------------------------------------------------------------------------------------------------------
@@ -153,9 +133,9 @@ def draw(timeline: Timeline, output: Path) -> None:
     axes.set_xlim(0, max(timeline.end_s - begin_s, 1e-3))
     axes.set_xlabel(f"seconds, from {begin_s:g} s after the timeline's begin")
     tidy(axes, "x")
-    handles = [axes.barh(0, 0, color=colour, label=name) for name, colour in names.items()]
-    if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    for name, colour in names.items():
+        axes.barh(0, 0, color=colour, label=verbatim(name))
+    legend(figure, axes)
     write_picture(figure, output)
 
 
@@ -198,7 +178,7 @@ class Command:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Folder of one run, or the one that `pala.Gossip(trace=...)` was given."""
     output: Path | None = None
-    """File to write; otherwise RUN/trace.json. `.json.gz`: packed. `.png`, `.svg`, `.pdf`: a picture."""
+    """File to write; otherwise RUN/trace.json. `.json.gz`: packed. Another format, as `.png` or `.svg`: a picture."""
     begin: float = 0.0
     """Leave out what ended before this time, in seconds from the begin of the timeline."""
     seconds: float = 0.0
@@ -232,8 +212,8 @@ def main() -> None:
         timeline = timeline.part(command.begin, command.seconds or timeline.end_s)
         if timeline.end_s <= timeline.begin_s:
             raise PalaError(f"'--begin' is {command.begin:g}, but the timeline ends after {timeline.end_s:.1f} s.")
-    if output.suffix in _PICTURES:
-        draw(timeline, output)
-    else:
+    if output.suffix in ("", ".json", ".gz"):
         write_chrome(timeline, output)
+    else:
+        draw(timeline, output)
     print_result(f"{output}: {summary(timeline)}")

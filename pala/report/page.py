@@ -1,7 +1,7 @@
 """Reports as data: columns that say how a cell is made of a row, and pages of sections.
 
 SPEED = Column("steps/s", lambda run: run.steps_per_s, ",.0f")
-Page("# Speeds").section("Training", "Steps of all ranks.", table([SPEED], runs)).text()
+Page("Speeds").section("Training", "Steps of all ranks.", table([SPEED], runs)).text()
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from pala.system import text
 from pala.system.errors import PalaError, reason
@@ -24,13 +24,14 @@ class Column(Generic[Row]):
     """A column of a table: its title, and how its cells are made of rows."""
 
     title: str
-    value: Callable[[Row], Any]
+    value: str | Callable[[Row], Any]
+    """Function that finds a row's value, or its key in rows that are tables."""
     form: Form = ""
     """A format such as `,.0f`, also of a `Spread`, or a function that makes the text."""
 
     def cell(self, row: Row) -> str:
         """Return the text of a row's cell; empty where the value is None."""
-        value = self.value(row)
+        value = self.value(row) if callable(self.value) else cast(Mapping[str, Any], row).get(self.value)
         if value is None:
             return ""
         if callable(self.form):

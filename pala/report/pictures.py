@@ -6,11 +6,10 @@ matplotlib is imported by the functions that draw: it takes half a second, and t
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pala.report.curves import WINDOW, Curve, mean_of
 from pala.system.errors import PalaError, reason
 from pala.system.files import write_atomically
 
@@ -48,13 +47,16 @@ def tidy(panel: Axes, grid: str = "both") -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def legend(figure: Figure | SubFigure, axes: Axes) -> None:
-    """Draw one legend for all panels, below them, in as many columns as their width holds."""
+def legend(figure: Figure | SubFigure, axes: Axes) -> int:
+    """Draw one legend for all panels, below them, in as few rows as their width holds; return how many."""
     handles, labels = axes.get_legend_handles_labels()
-    if not labels:
-        return
-    columns = max(1, int(12 * figure.bbox.width / figure.dpi) // (max(map(len, labels)) + 6))
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), columns), frameon=False)
+    for rows in range(1, len(labels) + 1):
+        columns = math.ceil(len(labels) / rows)
+        drawn = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        if columns == 1 or drawn.get_window_extent().width <= figure.bbox.width:
+            return rows
+        drawn.remove()
+    return 0
 
 
 def verbatim(text: str) -> str:
@@ -62,39 +64,6 @@ def verbatim(text: str) -> str:
     an ASCII locale letters of a file's name come as bytes, which it does not take."""
     text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")
-
-
-def draw_group(axes: Axes, curves: Sequence[Curve], label: str, look: dict[str, Any]) -> None:
-    """Draw one curve; or several thin ones, their mean and their range."""
-    line = mean_of(curves) if len(curves) > 1 else curves[0]
-    if len(curves) > 1:
-        for curve in curves:
-            axes.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, **look | {"marker": ""})
-        axes.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.12, linewidth=0)
-    first = 0.04 * MARKERS.index(look.get("marker", MARKERS[0]))  # so that the markers of lines do not meet
-    axes.plot(line.x, line.y, label=verbatim(label), markevery=(first, 0.3), markersize=5, **look)
-
-
-def tidy_learning_curve(panel: Axes, x_label: str) -> None:
-    """Label a panel of learning curves."""
-    from matplotlib.ticker import EngFormatter
-
-    tidy(panel)
-    panel.set_ylabel(f"episode return\n(unclipped, mean of {WINDOW} episodes)")
-    panel.set_xlabel(x_label)
-    if "steps" in x_label:
-        panel.xaxis.set_major_formatter(EngFormatter(sep=" "))
-
-
-def steps_label(frame_skips: set[int]) -> str:
-    """Label for an axis of steps; `frame_skips`: emulator frames a step of all that is drawn on it."""
-    frames = f" (1 step = {min(frame_skips)} frames)" if len(frame_skips) == 1 and frame_skips != {1} else ""
-    return f"environment steps of all ranks{frames}"
-
-
-def time_unit(longest_s: float) -> tuple[float, str]:
-    """Return (seconds in the unit, its name) for an axis of this length."""
-    return (1.0, "seconds") if longest_s < 180 else (60.0, "minutes") if longest_s < 3 * 3600 else (3600.0, "hours")
 
 
 def write_picture(figure: Figure, output: Path) -> None:

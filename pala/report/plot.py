@@ -30,18 +30,8 @@ from pala.config import to_table
 from pala.config.influence import phrase, settings_that_matter
 from pala.report import runs as run_files
 from pala.report.curves import Curve, curve_of, learning_curve
-from pala.report.panels import Line, draw_evaluations, draw_learning_curves, draw_references, mark_of
-from pala.report.pictures import (
-    COLOURS,
-    legend,
-    line_look,
-    new_figure,
-    steps_label,
-    tidy_learning_curve,
-    time_unit,
-    verbatim,
-    write_picture,
-)
+from pala.report.panels import Line, draw_evaluations, draw_learning_curves, draw_references, label_learning_curve
+from pala.report.pictures import COLOURS, legend, line_look, new_figure, verbatim, write_picture
 from pala.report.runs import Axis, RunData, published
 from pala.run.run_folder import gone_settings
 from pala.system.command_line import exit_on_mistake, read_command
@@ -185,18 +175,22 @@ def _size(group: list[Run]) -> str:
 
 
 def _draw_one(run: Run) -> Figure:
-    panels = [["steps", "time"], ["distance", "distance"]] if len(run.distances) else [["steps", "time"]]
-    figure, axes, seconds = _panels(panels, [run])
+    gossips = len(run.distances) > 0
+    figure = new_figure(11, 6.8 if gossips else 4.9)
+    mosaic = [["steps", "time"], ["distance", "distance"]] if gossips else [["steps", "time"]]
+    panels: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
     for axis in AXES:
-        _draw_banded(axes[axis], learning_curve(run.over(axis, seconds), run.returns))
-        draw_evaluations(axes[axis], [mark_of([run], axis, seconds, line_look(0))])
-        draw_references(axes[axis], run.reference)
-    if len(run.distances):
+        seconds = label_learning_curve(panels[axis], axis, [run])
+        _draw_banded(panels[axis], learning_curve(run.over(axis, seconds), run.returns, banded=True))
+        draw_evaluations(panels[axis], axis, seconds, [Line("", line_look(0), [run])])
+        draw_references(panels[axis], run.reference)
+    if gossips:
         steps, distances = run.distances.T
-        _draw_banded(axes["distance"], curve_of(steps, distances, window=5 * run.facts["ranks"]))
-        axes["distance"].set_ylabel("consensus distance\n(L2 norm)")
-        axes["distance"].set_ylim(bottom=0)
-    legend(figure, axes["steps"])
+        label_learning_curve(panels["distance"], "steps", [run])
+        _draw_banded(panels["distance"], curve_of(steps, distances, 5 * run.facts["ranks"], banded=True))
+        panels["distance"].set_ylabel("consensus distance\n(L2 norm)")
+        panels["distance"].set_ylim(bottom=0)
+    legend(figure, panels["steps"])
     figure.suptitle(verbatim(f"{run.path.resolve().name}: {run.game}, {phrase('ranks', run.facts['ranks'])}"))
     return figure
 
@@ -211,26 +205,13 @@ def _draw_banded(axes: Axes, curve: Curve) -> None:
 def _draw_many(groups: dict[str, list[Run]]) -> Figure:
     runs = [run for group in groups.values() for run in group]
     games = {run.game for run in runs}
-    figure, axes, seconds = _panels([["steps", "time"]], runs)
+    figure = new_figure(11, 4.9)
     lines = [Line(label, line_look(number), group) for number, (label, group) in enumerate(groups.items())]
-    for axis in AXES:
-        reference = runs[0].reference if len(games) == 1 else None
-        draw_learning_curves(axes[axis], lines, axis, seconds, reference)
-    legend(figure, axes["steps"])
+    _, height = draw_learning_curves(figure, AXES, lines, runs[0].reference if len(games) == 1 else None)
+    figure.set_figheight(max(4.9, height))
     if len(games) == 1:
         figure.suptitle(verbatim(games.pop()))
     return figure
-
-
-def _panels(mosaic: list[list[str]], runs: Sequence[Run]) -> tuple[Figure, dict[str, Axes], float]:
-    """Make an empty figure; return it, its labelled axes, and the seconds in a unit of the time axis."""
-    figure = new_figure(11, 4.9 if len(mosaic) == 1 else 6.8)
-    axes: dict[str, Axes] = figure.subplot_mosaic(mosaic, height_ratios=[3, 1.2][: len(mosaic)])  # type: ignore[arg-type]
-    skips = {run.frame_skip for run in runs}
-    seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
-    for name, panel in axes.items():
-        tidy_learning_curve(panel, f"training time ({unit})" if name == "time" else steps_label(skips))
-    return figure, axes, seconds
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------

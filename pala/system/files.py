@@ -181,6 +181,15 @@ def make_output_folder(output: Path | None, what: str) -> Path:
     return path
 
 
+def check_output_file(output: Path) -> None:
+    """Raise PalaError if a program cannot write its `--output` to this file, before it works for it."""
+    folder = output.absolute().parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise PalaError(f"'--output': nothing can be written into '{folder}'; name a file in a folder that is there.")
+    if output.is_dir():
+        raise PalaError(f"'--output': '{output}' is a folder; name a file.")
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's entries, so that a rename in it outlives a crash of the machine.
 

@@ -16,7 +16,6 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,9 +34,8 @@ from pala.run.provenance import cpu_model, now_utc, provenance
 from pala.system.command_line import check_choices, exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
-from pala.system.interrupt import hangup
 from pala.system.jobs import launcher_of, run_job, tail
-from pala.system.output import log, print_result
+from pala.system.output import print_result
 from pala.system.resources import physical_cores, usable_cores
 from pala.system.search_path import refuse_another_pala
 from pala.system.text import counted
@@ -125,8 +123,8 @@ def exchange_kinds() -> tuple[str, ...]:
     return tuple(sorted(KINDS, key=lambda kind: kind != BASELINE))
 
 
-def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
-    """Measure and write everything; returns the folder and what is in benchmark.json. Raises PalaError."""
+def benchmark(command: Command) -> None:
+    """Measure and write everything. Raises PalaError or KeyboardInterrupt, when what was measured before is written."""
     refuse_another_pala()
     launcher_of(command.launcher, 1)  # a mistake should be told before anything is made
     output = make_output_folder(command.output, "benchmark")
@@ -136,23 +134,26 @@ def benchmark(command: Command) -> tuple[Path, dict[str, Any]]:
         "date": now_utc(),
         "jobs": [],
         "failures": [],
-        "exit_status": 0,
         "config": to_table(command.config),
         "protocol_us": {},
         "machine": {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), "host": platform.node()},
         "options": {option: getattr(command, option) for option in options},
     }
+    stop: BaseException | None = None
     try:
         _measure_all(command, output, result)
-    except (PalaError, KeyboardInterrupt, SystemExit) as stop:
+    except (PalaError, KeyboardInterrupt) as error:
         if not result["jobs"]:
             raise
-        result["failures"], result["exit_status"] = _failure(stop)
+        stop = error
+        result["failures"] = [str(error) or "Stopped."]
     print_result(f"\n{markdown(result)}")  # first: it took minutes, and the disk may be full
     write_json(output / "benchmark.json", result, indent=1)
     write_atomically(output / "benchmark.md", markdown(result).encode())
     draw(result, output / "benchmark.png")
-    return output, result
+    print_result(f"{output}/benchmark.md, benchmark.json, benchmark.png")
+    if stop is not None:
+        raise stop
 
 
 # ---- one job of MPI --------------------------------------------------------------------------------------------------
@@ -164,14 +165,6 @@ def _measure_all(command: Command, output: Path, result: dict[str, Any]) -> None
         result["jobs"].append(_measure(command, ranks, output))
     for ranks in () if command.config.exchange_kind.of_algorithm else _PROTOCOL_RANKS:
         result["protocol_us"][str(ranks)] = round(protocol_cost_us(ranks), 2)
-
-
-def _failure(stop: PalaError | KeyboardInterrupt | SystemExit) -> tuple[list[str], int]:
-    """Return what to say of an early end, and the exit status."""
-    if isinstance(stop, PalaError):
-        return [str(stop)], 2
-    status = int(stop.code or 0) if isinstance(stop, SystemExit) else 130
-    return ["Stopped; what was measured before is reported."], status
 
 
 def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
@@ -214,14 +207,7 @@ def _measure(command: Command, ranks: int, output: Path) -> dict[str, Any]:
 @exit_on_mistake(OSError)
 def main() -> None:
     """Run `pala benchmark`."""
-    for number in (signal.SIGTERM, *hangup()):  # so that the job is ended, too
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    command = parse(sys.argv[1:])
-    output, result = benchmark(command)
-    print_result(f"{output}/benchmark.md, benchmark.json, benchmark.png")
-    for sentence in result["failures"]:
-        log(f"pala: error: {sentence}")
-    sys.exit(result["exit_status"])
+    benchmark(parse(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -15,17 +15,13 @@ import torch
 
 from pala.comm.base import Communicator
 from pala.config import Config
-from pala.exchange.budget import ExchangeState
 from pala.gorila.agent import GorilaAgent, build
 from pala.gorila.dqn import Transitions
-from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
 from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.worker import most_at_hand
 from pala.lab.benchmark.measure import ContinuedEnvs, Trial, clock, flops_of
-from pala.run.loop import Loop
 from pala.run.metrics import Record
-from pala.system.interrupt import Interrupt
 
 _MIN_REPLAY_STEPS, _CAPACITY_STEPS = 2_000, 100_000
 
@@ -103,23 +99,13 @@ class GorilaTrial(Trial):
         self._config = with_short_replay(config)
         self._envs = envs
         self.message_bytes = 0
+        self.steps_before = self._config.gorila.min_replay_steps
+        self.steps_per_update = config.gorila.update_period_steps
+        self._steps_per_duration = 1
 
-    @property
-    def steps_per_update(self) -> int:
-        return self._config.gorila.update_period_steps
-
-    @property
-    def steps_before(self) -> int:
-        return self._config.gorila.min_replay_steps
-
-    @property
-    def steps_per_duration(self) -> int:
-        return 1
-
-    def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Loop, GorilaExchange]:
+    def _fresh_agent(self, config: Config) -> GorilaAgent:
         gc.collect()  # the parts of the run before, with its replay, refer to each other
-        parts = build(self._comm, config, self._envs.real)
-        return self._begin(parts, start, interrupt)
+        return build(self._comm, config, self._envs.real)
 
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
         """Train, and return the records, from the last one before anything is learned."""

@@ -25,7 +25,6 @@ from pala.a2c.learning_rate import ONE_LEARNER
 from pala.comm.base import Communicator
 from pala.config import Config, ExchangeConfig
 from pala.envs.vector import Envs, Step
-from pala.exchange.base import Exchange
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.messages import Kind, gossip_sizes
@@ -36,12 +35,10 @@ from pala.networks.conv_tape import fast_linear
 from pala.networks.make import actor_critic
 from pala.networks.network import Network
 from pala.networks.optimisers import clip_gradient_, rmsprop_
-from pala.run.agent import Agent, ExchangeT
-from pala.run.loop import Loop
+from pala.run.agent import Agent, make_generator
 from pala.run.metrics import SECTIONS, Record
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
-from pala.system.seeding import derive
 
 _MATRIX = 1024  # rows and columns
 _PREPARED_ACTIONS = 64
@@ -250,6 +247,9 @@ def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -
 class Trial:
     """Training on all ranks as `pala.train` does it, without its files. Each run starts from the same weights."""
 
+    steps_before = 0
+    """Steps of all ranks before anything is learned."""
+
     def __init__(
         self, comm: Communicator, config: Config, envs: ContinuedEnvs, agent: A2CAgent, first_weights: torch.Tensor
     ) -> None:
@@ -259,21 +259,8 @@ class Trial:
         self._agent = agent
         self._first_weights = first_weights
         self.message_bytes = 0
-
-    @property
-    def steps_per_update(self) -> int:
-        """Environment steps of a rank for each of its updates."""
-        return self._config.steps_per_update
-
-    @property
-    def steps_before(self) -> int:
-        """Steps of all ranks before anything is learned."""
-        return 0
-
-    @property
-    def steps_per_duration(self) -> int:
-        """Steps of an environment in each of the durations that are recorded."""
-        return self._config.a2c.rollout_steps
+        self.steps_per_update = config.steps_per_update
+        self._steps_per_duration = config.a2c.rollout_steps  # of an environment, in each duration that is recorded
 
     def run(self, global_steps: int, seconds: float, seeds: np.ndarray) -> list[Record]:
         """Train for `global_steps` steps, about `seconds` long (0: a record an update). Collective.
@@ -287,13 +274,16 @@ class Trial:
                 self._config.run, spares=0, log_interval_s=seconds / _LOG_INTERVALS, checkpoint_interval_s=math.inf
             ),
         )
-        interrupt = Interrupt()
-        loop, exchange = self._loop(config, ExchangeState([0] * self._comm.size), interrupt)
+        agent, interrupt = self._fresh_agent(config), Interrupt()
+        agent.envs, agent.start = self._envs, ExchangeState([0] * self._comm.size)
+        agent.generator = make_generator(config.seed, self._comm.rank, agent.device)
+        exchange = agent.make_exchange(self._comm, interrupt)
+        loop = agent.make_loop(exchange, interrupt)
         self.message_bytes = exchange.message_bytes
         records: list[Record] = [{"time_s": 0.0, "updates": 0, "local_steps": 0} | _process_figures()]
 
         def on_interval(new: list[Record]) -> None:
-            durations_s = self._envs.take_durations_s(self.steps_per_duration)
+            durations_s = self._envs.take_durations_s(self._steps_per_duration)
             records.append(new[-1] | _process_figures() | {"durations_s": durations_s})
 
         self._envs.forget_durations()
@@ -301,21 +291,13 @@ class Trial:
         exchange.close(_PATIENCE_S)
         return records
 
-    def _loop(self, config: Config, start: ExchangeState, interrupt: Interrupt) -> tuple[Loop, Exchange]:
-        """Return what trains, from the first weights. Collective."""
+    def _fresh_agent(self, config: Config) -> Agent[Any]:
+        """Return an agent that has the first weights and has learned nothing."""
         agent = replace(self._agent, config=config)
         agent.flat.data.copy_(self._first_weights)
         agent.a2c.restart_mean_square()
         agent.a2c.restart_momentum()
-        return self._begin(agent, start, interrupt)
-
-    def _begin(self, agent: Agent[ExchangeT], start: ExchangeState, interrupt: Interrupt) -> tuple[Loop, ExchangeT]:
-        """Make the exchange and the loop of an agent that begins. Collective."""
-        agent.envs, agent.start = self._envs, start
-        agent.generator = torch.Generator(agent.device)
-        agent.generator.manual_seed(int(derive(self._config.seed, self._comm.rank, "actions")[0]))
-        exchange = agent.make_exchange(self._comm, interrupt)
-        return agent.make_loop(exchange, interrupt), exchange
+        return agent
 
 
 def _process_figures() -> dict[str, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.lab.benchmark.analysis import all_training, parts_of, training_of
-from pala.report.pictures import COLOURS, MARKERS, new_figure, tidy, write_picture
+from pala.report.pictures import COLOURS, MARKERS, new_figure, tidy, verbatim, write_picture
 from pala.system.text import counted
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def draw(benchmark: dict[str, Any], output: Path) -> None:
         panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.7 / height), ncols=columns, frameon=False, fontsize=9)
     env = benchmark["config"]["env"]
     title = f"{env['id']}, {env['num_envs']} environments a rank; {machine['cpu']}, {machine['cores']} cores"
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(verbatim(title), fontsize=11)
     write_picture(figure, output)
 
 

@@ -30,8 +30,8 @@ from pala.run import run_folder
 from pala.run.lock import is_locked
 from pala.run.provenance import now_utc, provenance
 from pala.system.command_line import check_choices, check_least, check_named, exit_on_mistake, read_command
-from pala.system.errors import PalaError, reason
-from pala.system.files import refuse_links, write_json
+from pala.system.errors import PalaError
+from pala.system.files import check_output_file, refuse_links, write_json
 from pala.system.interrupt import Interrupt
 from pala.system.output import print_result
 from pala.system.text import counted
@@ -68,8 +68,8 @@ def parse(arguments: list[str]) -> tuple[Path, Command]:
     check_least("mean-s", command.mean_s, 0.1)
     if command.duration_s is not None:
         check_least("duration-s", command.duration_s, 1)
-    if command.output is not None and not command.output.absolute().parent.is_dir():
-        raise PalaError(f"'--output' is '{command.output}', but there is no folder '{command.output.parent}'.")
+    if command.output is not None:
+        check_output_file(command.output)
     return command.run, command
 
 
@@ -171,15 +171,15 @@ def result_of(history: History, plan: Plan, limit_s: float, log_s: float, reache
 
 
 _COLUMNS: tuple[Column[Result], ...] = (
-    Column("at s", lambda fault: fault["at_s"], ".1f"),
-    Column("fault", lambda fault: fault["fault"]),
-    Column("rank", lambda fault: fault["rank"]),
-    Column("for s", lambda fault: fault["lasted_s"], ".1f"),
-    Column("noted after s", lambda fault: fault["noticed_s"], ".1f"),
-    Column("others train after s", lambda fault: fault["others_s"], ".1f"),
-    Column("it trains after s", lambda fault: fault["back_s"], ".1f"),
-    Column("steps/s before", lambda fault: fault["steps_per_s_before"], ",.0f"),
-    Column("after", lambda fault: fault["steps_per_s_after"], ",.0f"),
+    Column("at s", "at_s", ".1f"),
+    Column("fault", "fault"),
+    Column("rank", "rank"),
+    Column("for s", "lasted_s", ".1f"),
+    Column("noted after s", "noticed_s", ".1f"),
+    Column("others train after s", "others_s", ".1f"),
+    Column("it trains after s", "back_s", ".1f"),
+    Column("steps/s before", "steps_per_s_before", ",.0f"),
+    Column("after", "steps_per_s_after", ",.0f"),
 )
 
 
@@ -223,7 +223,7 @@ def exit_status(result: Result) -> int:
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
-@exit_on_mistake()
+@exit_on_mistake(OSError)
 def main() -> None:
     """Run `pala chaos`."""
     run, command = parse(sys.argv[1:])
@@ -240,10 +240,7 @@ def main() -> None:
     result = facts | result_of(shaker.history, plan, limit_s, log_s, sorted(shaker.processes))
     print_result(page_of(run, result).rstrip("\n"))
     if command.output is not None:
-        try:
-            write_json(command.output, result, indent=1)
-        except OSError as error:
-            raise PalaError(f"The figures cannot be written: {reason(error)}; see '--output'.") from None
+        write_json(command.output, result, indent=1)
     sys.exit(exit_status(result) if interrupt.signal is None else 128 + interrupt.signal)
 
 

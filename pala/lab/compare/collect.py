@@ -154,7 +154,7 @@ def _cell_of(config: Config, segment: dict[str, Any], plan: Plan, source: Path) 
         key=lambda v: (
             len(differing[v]),
             Cell(v, game, ranks).run_name(config.seed) not in (config.run.name, source.name),
-            ranks not in plan.ranks_of(v),
+            v not in plan.variants or ranks not in plan.variants[v].ranks,
             alike[v].total_steps != config.total_steps,
         ),
     )

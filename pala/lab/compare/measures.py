@@ -5,7 +5,6 @@ docs/compare.md has each measure with its formula. Pure.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pala.evaluation.references import human_normalised
 from pala.lab.compare.plan import Cell, Preset
 from pala.report.curves import WINDOW, curve_of, running_mean
 from pala.report.runs import RunData
-from pala.run.metrics import Record, is_later, progress_kept
+from pala.run.metrics import Record, progress_kept
 
 _RESAMPLES = 2000
 _GRID = 500
@@ -90,14 +89,18 @@ class Run(RunData):
         return [record for rank in self.ranks for record in settled(rank)]
 
     @property
+    def was_resized(self) -> bool:
+        """Whether it was resumed with another number of ranks."""
+        return len({segment.get("ranks") for segment in self.segments}) > 1
+
+    @property
     def steps_per_s(self) -> float | None:
-        """Speed of the ranks of the newest start: the sum of their medians over intervals, of that start and those
-        before it with as many ranks. None if one died or left: its speed is not that of the whole time."""
-        if self.count("lost_ranks") or self.count("left_ranks"):
+        """Speed of all ranks: the sum of their medians over intervals. None if their number changed: no speed is that
+        of the whole time."""
+        if self.count("lost_ranks") or self.count("left_ranks") or self.was_resized:
             return None
-        ranks = [since_resized(records, self.segments) for records in self.ranks[: self.last.get("ranks")]]
         key = "local_steps_per_s"
-        speeds = [[record[key] for record in settled(rank) if record.get(key) is not None] for rank in ranks]
+        speeds = [[record[key] for record in settled(rank) if record.get(key) is not None] for rank in self.ranks]
         return sum(map(statistics.median, filter(None, speeds))) or None
 
     @property
@@ -142,17 +145,6 @@ def settled(records: Sequence[Record]) -> list[Record]:
     starts = [i for i, record in enumerate(records) if record["type"] == "start"]
     first = {next((i for i in intervals if i > start), -1) for start in starts}
     return [records[i] for i in intervals if i not in first] or [records[i] for i in intervals]
-
-
-def since_resized(records: Sequence[Record], segments: Sequence[dict[str, Any]]) -> Sequence[Record]:
-    """Return a rank's records since the number of ranks last changed, which the rank may not have seen: it may not have
-    been there. `segments`: run.json's segments."""
-    pairs = itertools.pairwise(segments)
-    changes = [now.get("segment", "") for then, now in pairs if then.get("ranks") != now.get("ranks")]
-    if not changes:
-        return records
-    starts = (i for i, r in enumerate(records) if r["type"] == "start" and not is_later(changes[-1], r["segment"]))
-    return records[next(starts, len(records)) :]
 
 
 def first_at_least(returns: np.ndarray, target: float) -> int | None:

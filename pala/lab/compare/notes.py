@@ -32,7 +32,7 @@ def notes(comparison: Comparison) -> list[str]:
         _unlike(done),
         _named({
             "Resumed; pauses do not count as time": [r for r in done if len(r.segments) > 1],
-            "resumed with another number of ranks": [r for r in done if len({s.get("ranks") for s in r.segments}) > 1],
+            "resumed with another number of ranks, so without a speed": [run for run in done if run.was_resized],
             "lost ranks, so without a speed": [run for run in done if run.count("lost_ranks")],
             "ranks left, so without a speed": [run for run in done if run.count("left_ranks")],
             "spares took places": [run for run in done if run.count("joined_ranks")],

@@ -13,18 +13,7 @@ from pala.lab.compare.measures import Comparison, Run, bootstrap_interval, effic
 from pala.lab.compare.plan import Cell
 from pala.report.curves import WINDOW, Curve, curve_of, mean_of
 from pala.report.panels import Line, draw_learning_curves, draw_references, shade_beyond_cores, tidy_ranks
-from pala.report.pictures import (
-    LINE_STYLES,
-    MARKERS,
-    legend,
-    line_look,
-    new_figure,
-    steps_label,
-    tidy,
-    tidy_learning_curve,
-    time_unit,
-    write_picture,
-)
+from pala.report.pictures import LINE_STYLES, MARKERS, line_look, new_figure, tidy, verbatim, write_picture
 from pala.report.runs import Axis
 from pala.system.text import counted
 
@@ -66,21 +55,15 @@ def _learning_curves(comparison: Comparison) -> Figure | None:
     rows = _rows([run for run in comparison.runs if len(run.returns) and run.cell.variant in drawn])
     if not rows:
         return None
-    timed = comparison.preset.undisturbed
-    most_lines = max(map(len, rows.values()))
-    figure = new_figure(10, (3.6 + 0.15 * most_lines) * len(rows))
+    axes: tuple[Axis, ...] = ("steps", "time") if comparison.preset.undisturbed else ("steps",)
+    figure = new_figure(10, 4 * len(rows))
+    heights = []
     for (title, cells), part in zip(rows.items(), figure.subfigures(len(rows), 1, squeeze=False)[:, 0], strict=True):
-        panels = part.subplots(1, 1 + timed, squeeze=False)[0]
-        runs = [run for of_cell in cells.values() for run in of_cell]
-        seconds, unit = time_unit(max(float(run.time_s.max()) for run in runs))
-        skips = {run.frame_skip for run in runs}
-        lines = _lines(comparison, cells)
-        axes: dict[Axis, str] = {"steps": steps_label(skips), "time": f"training time ({unit})"}
-        for (axis, label), panel in zip(axes.items(), panels, strict=False):
-            tidy_learning_curve(panel, label)
-            draw_learning_curves(panel, lines, axis, seconds, runs[0].reference)
+        reference = next(iter(cells.values()))[0].reference
+        panels, height = draw_learning_curves(part, axes, _lines(comparison, cells), reference)
         panels[0].set_title(f"{title} ({comparison.preset.name})", loc="left")
-        legend(part, panels[0])
+        heights.append(height)
+    figure.set_figheight(len(rows) * max(heights))
     return figure
 
 
@@ -161,7 +144,7 @@ def _draw_scores(panel: Axes, scores: dict[Cell, np.ndarray], comparison: Compar
         panel.hlines(y, *bootstrap_interval([values]), color=colour, linewidth=9, alpha=0.3)
         panel.vlines(interquartile_mean(values), y - 0.28, y + 0.28, color=colour, linewidth=2.5)
         panel.plot(values, y + 0.2 * np.linspace(-1, 1, len(values) + 2)[1:-1], "o", color=colour, markersize=5)
-    labels = [f"{cell.variant}, {counted(cell.ranks, 'rank')}" for cell in scores]
+    labels = [verbatim(f"{cell.variant}, {counted(cell.ranks, 'rank')}") for cell in scores]
     panel.set_yticks(range(len(scores)), labels)
     panel.set_ylim(len(scores) - 0.5, -0.5)
     tidy(panel, grid="x")
@@ -198,7 +181,8 @@ def _draw_speeds(
     counts = sorted({ranks for of in lines.values() for ranks in of})
     for variant, of in lines.items():
         look = line_look(comparison.place(variant))
-        name = f"{variant}\n(waits for no rank: upper bound)" if comparison.is_independent(game, variant) else variant
+        bound = "\n(waits for no rank: upper bound)" * comparison.is_independent(game, variant)
+        name = verbatim(f"{variant}{bound}")
         speed.plot(list(of), list(of.values()), label=name, **look)
         efficiency.plot(list(of), list(efficiencies(of).values()), label=name, **look)
     ideal = max(of[min(of)] / min(of) for of in lines.values())

@@ -6,6 +6,7 @@ preset of pala.train, `[train]`, the variant.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,6 @@ from pala.system.errors import PalaError, nearest
 from pala.system.tables import build, flatten, merged
 from pala.system.text import counted
 
-_VARIANTS_OWN = ("ranks", "seeds", "launcher", "games")  # keys of a variant that are no settings of a run
 _GIVEN = ("seed", "run.name", "env.id")  # settings that seeds, games and variants give
 
 
@@ -58,6 +58,19 @@ class Preset:
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name -> settings; also `ranks`, `seeds`, `games` and `launcher`, where they differ from the above. `ranks = []`:
     made elsewhere."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train. What it does not say itself, the preset says for all."""
+
+    ranks: tuple[int, ...]
+    """Numbers of ranks of its runs; none: they are made elsewhere."""
+    seeds: tuple[int, ...]
+    launcher: str
+    games: tuple[str, ...]
+    settings: dict[str, Any]
+    """Settings over those of the game and of `[train]`."""
 
 
 @dataclass(frozen=True)
@@ -114,25 +127,27 @@ class Plan:
         self.file = presets.find(path, "compare")
         self.preset = build(Preset, presets.read(self.file), self.source)
         self.text = self.file.read_bytes()  # as it was compared: the file may be changed while runs continue
+        self.variants = {name: self._variant(name) for name in self.preset.variants}
         self._check()
         self._games = {name: load_preset(preset) for name, preset in self.preset.games.items()}
         self._game_of = {config.env.id: name for name, config in self._games.items()}
         if len(self._game_of) < len(self._games):
             raise PalaError(f"{self.source}: two games have the same 'env.id'; runs of them could not be told apart.")
         cells = [
-            Cell(variant, game, ranks)
+            Cell(name, game, ranks)
             for game in self._games
-            for ranks in self._rank_counts()
-            for variant in self.preset.variants
-            if ranks in self.ranks_of(variant) and game in self.games_of(variant)
+            for ranks in sorted({ranks for variant in self.variants.values() for ranks in variant.ranks})
+            for name, variant in self.variants.items()
+            if ranks in variant.ranks and game in variant.games
         ]
         self.left_out = [cell for cell in cells if self.nodes(cell.ranks) > 1 and self._needs_one_host(cell)]
         """Cells that no run is made of: their method needs one host, and their ranks span nodes."""
+        all_seeds = (self.preset.seeds, *(variant.seeds for variant in self.variants.values()))
         self.runs = [
             self._planned(cell, seed)
-            for seed in self._seeds()
+            for seed in dict.fromkeys(itertools.chain(*all_seeds))
             for cell in cells
-            if cell not in self.left_out and seed in self.seeds_of(cell.variant)
+            if cell not in self.left_out and seed in self.variants[cell.variant].seeds
         ]
         by_name: dict[str, Planned] = {}
         for run in self.runs:
@@ -158,15 +173,14 @@ class Plan:
                 raise PalaError(
                     f"{self.source}: 'drawn' names '{variant}', no variant{nearest(variant, preset.variants)}."
                 )
-        for variant, table in preset.variants.items():
-            own = build(_Own, {key: table[key] for key in _VARIANTS_OWN if key in table}, f"{self.source}, '{variant}'")
+        for name, own in self.variants.items():
             for game in own.games:
                 if game not in preset.games:
                     raise PalaError(
-                        f"{self.source}: 'variants.{variant}.games' has '{game}', no game{nearest(game, preset.games)}."
+                        f"{self.source}: 'variants.{name}.games' has '{game}', no game{nearest(game, preset.games)}."
                     )
-        if min(self._rank_counts(), default=1) < 1:
-            raise PalaError(f"{self.source}: 'ranks' has a number below 1.")
+            if min(own.ranks, default=1) < 1:
+                raise PalaError(f"{self.source}: 'ranks' has a number below 1.")
         for option in preset.slurm.options:
             if not option.startswith("-"):
                 raise PalaError(
@@ -176,17 +190,17 @@ class Plan:
         if preset.slurm.ranks_per_node < 0:
             raise PalaError(f"{self.source}: 'slurm.ranks_per_node' is {preset.slurm.ranks_per_node}, below 0.")
 
-    def ranks_of(self, variant: str) -> tuple[int, ...]:
-        """Return the numbers of ranks of a variant's runs; none if these are made elsewhere."""
-        return tuple(self.preset.variants.get(variant, {}).get("ranks", self.preset.ranks))
-
-    def seeds_of(self, variant: str) -> tuple[int, ...]:
-        """Return the seeds that the comparison makes runs of this variant with."""
-        return tuple(self.preset.variants[variant].get("seeds", self.preset.seeds))
-
-    def games_of(self, variant: str) -> tuple[str, ...]:
-        """Return the games that a variant's runs are made on."""
-        return tuple(self.preset.variants[variant].get("games", self.preset.games))
+    def _variant(self, name: str) -> Variant:
+        preset, table = self.preset, self.preset.variants[name]
+        own: dict[str, Any] = {
+            "ranks": preset.ranks,
+            "seeds": preset.seeds,
+            "launcher": preset.launcher,
+            "games": tuple(preset.games),
+        }
+        settings = {key: value for key, value in table.items() if key not in own}
+        own |= {key: table[key] for key in own if key in table}
+        return build(Variant, own | {"settings": settings}, f"{self.source}, '{name}'")
 
     def nodes(self, ranks: int) -> int:
         """Return how many nodes of a cluster this number of ranks spans."""
@@ -195,32 +209,18 @@ class Plan:
     def _needs_one_host(self, cell: Cell) -> bool:
         return self.config_of(cell).exchange_kind.one_host
 
-    def _rank_counts(self) -> list[int]:
-        own = (table["ranks"] for table in self.preset.variants.values() if "ranks" in table)
-        return sorted({ranks for ranks_list in (self.preset.ranks, *own) for ranks in ranks_list})
-
-    def _seeds(self) -> list[int]:
-        own = (table["seeds"] for table in self.preset.variants.values() if "seeds" in table)
-        return list(dict.fromkeys(seed for seeds in (self.preset.seeds, *own) for seed in seeds))
-
     def _planned(self, cell: Cell, seed: int) -> Planned:
         name = cell.run_name(seed)
         others = {replace(cell, variant=variant).run_name(seed) for variant in self.preset.variants} - {name}
         config = self.config_of(cell)
         given = {"seed": seed, "run": {"name": name, "dir": str(Path(config.run.dir) / self.preset.name)}}
-        launcher = self.preset.variants[cell.variant].get("launcher", self.preset.launcher)
-        return Planned(
-            cell, self.preset.games[cell.game], _over(config, given, self.source), launcher, frozenset(others)
-        )
+        config, launcher = _over(config, given, self.source), self.variants[cell.variant].launcher
+        return Planned(cell, self.preset.games[cell.game], config, launcher, frozenset(others))
 
     def config_of(self, cell: Cell) -> Config:
         """Return the settings of a variant on a game, without the seed. Raises PalaError."""
-        variant = self.preset.variants[cell.variant]
-        config = self._games[cell.game]
-        for where, table in (
-            ("train", self.preset.train),
-            (f"variants.{cell.variant}", {k: v for k, v in variant.items() if k not in _VARIANTS_OWN}),
-        ):
+        config, own = self._games[cell.game], self.variants[cell.variant].settings
+        for where, table in (("train", self.preset.train), (f"variants.{cell.variant}", own)):
             if given := [key for key in flatten(table) if key in _GIVEN]:
                 raise PalaError(f"{self.source}: '{where}.{given[0]}' is given by the comparison itself; leave it out.")
             config = _over(config, table, f"{self.source}, [{where}]")
@@ -234,14 +234,6 @@ class Plan:
                 "add it to [games] or leave the run out."
             )
         return self._game_of[config.env.id]
-
-
-@dataclass(frozen=True)
-class _Own:
-    ranks: tuple[int, ...] = ()
-    seeds: tuple[int, ...] = ()
-    launcher: str = ""
-    games: tuple[str, ...] = ()
 
 
 def _over(config: Config, table: dict[str, Any], source: str) -> Config:

@@ -23,7 +23,7 @@ from pala.lab.compare.measures import (
 from pala.lab.compare.notes import FACTS, ORIGIN, left_out, not_begun, notes
 from pala.lab.compare.plan import Cell, Plan
 from pala.report.curves import WINDOW
-from pala.report.page import Column, Form, Page, table, write_texts
+from pala.report.page import Column, Page, table, write_texts
 from pala.system.text import Spread, counted, csv_text, short_number
 
 
@@ -253,10 +253,6 @@ def _or_not_reached(form: str) -> Callable[[Sequence[float | None]], str]:
     return text
 
 
-def _of(title: str, key: str, form: Form = "") -> Column[dict[str, Any]]:
-    return Column(title, lambda row: row[key], form)
-
-
 _NAMES: list[Column[Group]] = [
     Column("game", lambda group: group.cell.game),
     Column("ranks", lambda group: group.cell.ranks),
@@ -297,13 +293,13 @@ _TARGET_COLUMNS = [
 _MINUTES: list[Column[Group]] = [
     Column("minutes", lambda group: [pair and pair[1] / 60 for pair in group.reached()], _or_not_reached(",.1f")),
 ]
-_SCALING_COLUMNS = [
-    _of("game", "game"),
-    _of("variant", "variant"),
-    _of("ranks", "ranks"),
-    _of("steps/s", "speed", ",.0f"),
-    _of("efficiency", "efficiency", ".2f"),
-    _of("N₀", "N0"),
+_SCALING_COLUMNS: list[Column[dict[str, Any]]] = [
+    Column("game", "game"),
+    Column("variant", "variant"),
+    Column("ranks", "ranks"),
+    Column("steps/s", "speed", ",.0f"),
+    Column("efficiency", "efficiency", ".2f"),
+    Column("N₀", "N0"),
 ]
 _EXCHANGE_COLUMNS = [
     *_NAMES,

@@ -96,7 +96,12 @@ def costs_of(benchmark: dict[str, Any], path: Path) -> Costs:
     and ranks of one host share its memory. `path` is for the message. Raises PalaError."""
     if benchmark["config"]["exchange"]["compression"] == "top_k":
         raise PalaError(f"'{path}' was measured with top_k, whose messages differ in length; that is not simulated.")
-    _check_alike(benchmark, path)
+    slowdown = benchmark["options"].get("slowdown", 1)
+    if slowdown > 1:
+        raise PalaError(
+            f"'{path}' was measured with '--slowdown {slowdown:g}', one rank slower than the others, but costs "
+            "need ranks that are alike. Measure without it; one slow rank is simulated in any case."
+        )
     precision, cores = precision_of(benchmark), benchmark["machine"]["cores"]
     fitting = [job for job in benchmark["jobs"] if _threads_of_a_host(job, benchmark) <= cores]
     if not fitting:
@@ -116,22 +121,6 @@ def _threads_of_a_host(job: dict[str, Any], benchmark: dict[str, Any]) -> int:
     is_one = "virtual_hosts" in benchmark["options"].get("launcher", "")
     ranks = Counter("" if is_one else rank.get("host") for rank in job["of_ranks"])
     return int(max(ranks.values()) * job["of_ranks"][0]["threads"])
-
-
-def _check_alike(benchmark: dict[str, Any], path: Path) -> None:
-    """Raise PalaError if one of the ranks that were measured was made slow, or they exchanged as is not simulated."""
-    exchanges = benchmark["config"]["exchange"].get("exchanges_per_update", 1)
-    if exchanges > 1:
-        raise PalaError(
-            f"'{path}' was measured by an earlier PALA with {exchanges} exchanges an update; today each update has "
-            "one. Measure again."
-        )
-    slowdown = benchmark["options"].get("slowdown", 1)
-    if slowdown > 1:
-        raise PalaError(
-            f"'{path}' was measured with '--slowdown {slowdown:g}', one rank slower than the others, but costs "
-            "need ranks that are alike. Measure without it; one slow rank is simulated in any case."
-        )
 
 
 def _costs(job: dict[str, Any], precision: str, benchmark: dict[str, Any]) -> Costs:

@@ -15,7 +15,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -29,8 +28,8 @@ import tyro
 from torch import Tensor
 
 from pala.a2c.agent import make_agent
-from pala.config import Config, EnvConfig, load_preset
-from pala.config.catalogue import RULES, TOPOLOGIES
+from pala.config import Config, EnvConfig, ExchangeConfig, load_preset
+from pala.config.catalogue import RULES
 from pala.config.checks import check
 from pala.envs.vector import Envs, make_envs
 from pala.exchange.base import ModelExchange
@@ -41,8 +40,8 @@ from pala.networks.distributions import Categorical
 from pala.report.page import Column, table
 from pala.run.provenance import provenance
 from pala.system.command_line import check_choices, check_least, read_command
-from pala.system.errors import PalaError, reason
-from pala.system.files import write_json
+from pala.system.errors import PalaError
+from pala.system.files import check_output_file, write_json
 from pala.system.interrupt import Interrupt
 from pala.system.seeding import derive
 
@@ -247,8 +246,7 @@ def learn(
     equal results on any machine. Raises PalaError."""
     if config.network.precision == "auto":
         config = dataclasses.replace(config, network=dataclasses.replace(config.network, precision="float32"))
-    own = {"kind": method} if method in ("allreduce", "none") else {"kind": "gossip", "mixing": method}
-    config = dataclasses.replace(config, exchange=dataclasses.replace(config.exchange, **own))  # type: ignore[arg-type]
+    config = dataclasses.replace(config, exchange=_exchange(config, method))
     learners = Learners(config, conditions.ranks, make)
     try:
         if method in ("allreduce", "none"):
@@ -256,6 +254,12 @@ def learn(
         return _gossip(learners, method, conditions)
     finally:
         learners.close()
+
+
+def _exchange(config: Config, method: str) -> ExchangeConfig:
+    """Return the settings of the exchange by which a method trains."""
+    own: dict[str, Any] = {"kind": "gossip", "mixing": method} if method in RULES else {"kind": method}
+    return dataclasses.replace(config.exchange, **own)
 
 
 def scenario(config: Config, method: str, conditions: Conditions) -> Scenario:
@@ -343,13 +347,11 @@ def parse(arguments: list[str]) -> Command:
     if command.config.seed != settings.seed:
         raise PalaError(f"'--seed' is {command.config.seed}, but '--seeds' names the seeds of the trainings here.")
     conditions = command.conditions
-    exchange = command.config.exchange
-    pairwise = [method for method in command.methods if method in RULES and RULES[method].by_pairs]
-    by_pairs = pairwise and not TOPOLOGIES[exchange.graph].to_all  # then its settings may be others than their defaults
-    mixing = pairwise[0] if by_pairs else "uniform"
-    exchange = dataclasses.replace(exchange, kind="gossip", mixing=mixing)  # type: ignore[arg-type]
-    check(dataclasses.replace(command.config, exchange=exchange), source="Command line")
     check_choices("methods", command.methods, METHODS)
+    for method in [method for method in command.methods if method in RULES] or ["uniform"]:
+        tried = dataclasses.replace(command.config, exchange=_exchange(command.config, method))
+        check(tried, source=f"Command line, with '--methods {method}'")
+        check_simulated(tried)
     check_least("ranks", conditions.ranks, 1)
     check_least("slow-ranks", conditions.slow_ranks, 0)
     check_least("delay-updates", conditions.delay_updates, 0)
@@ -359,21 +361,10 @@ def parse(arguments: list[str]) -> Command:
         )
     if min(command.seeds, default=0) < 0:
         raise PalaError("'--seeds' must be numbers of at least 0.")
-    check_simulated(dataclasses.replace(command.config, exchange=exchange))
-    if pairwise and TOPOLOGIES[exchange.graph].to_all:
-        raise PalaError(
-            f"'--methods' has '{pairwise[0]}', where a rank has one open offer: not with the complete topology."
-        )
     if not command.seeds or not command.methods:
         raise PalaError("Name at least one of '--seeds' and one of '--methods'.")
     if command.output is not None:
-        folder = command.output.absolute().parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):  # trainings may take hours
-            raise PalaError(
-                f"'--output': nothing can be written into '{folder}'; name a file in a folder that is there."
-            )
-        if command.output.is_dir():
-            raise PalaError(f"'--output': '{command.output}' is a folder; name a file.")
+        check_output_file(command.output)  # trainings may take hours
     return command
 
 
@@ -421,11 +412,6 @@ def run(arguments: list[str]) -> None:
 
 
 def _write(command: Command, results: list[dict[str, Any]]) -> None:
-    if command.output is None:
-        return
-    options = json.loads(json.dumps(asdict(command), default=str))  # paths as text
-    facts: dict[str, Any] = provenance() | {"options": options, "trainings": results}
-    try:
-        write_json(command.output, facts)
-    except OSError as error:
-        raise PalaError(f"'--output': '{command.output}' cannot be written ({reason(error)}).") from None
+    if command.output is not None:
+        options = json.loads(json.dumps(asdict(command), default=str))  # paths as text
+        write_json(command.output, provenance() | {"options": options, "trainings": results})

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pala.config.catalogue import TOPOLOGIES
 from pala.report.page import Column, Form, Page, origin, table
 from pala.report.panels import tidy_ranks
-from pala.report.pictures import line_look, new_figure, write_picture
+from pala.report.pictures import legend, line_look, new_figure, verbatim, write_picture
 from pala.system.text import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Row = dict[str, Any]
 
 
 def markdown(simulation: dict[str, Any]) -> str:
@@ -55,25 +58,25 @@ def _groups(options: dict[str, Any]) -> str:
     return of_groups + "its waiting and MB/s are between groups only." if group > 1 else ""
 
 
-def _columns(options: dict[str, Any]) -> list[Column[dict[str, Any]]]:
+def _columns(options: dict[str, Any]) -> list[Column[Row]]:
     link_bytes_per_s = options["bandwidth_gbit"] * 1e9 / 8
 
-    def simulated(title: str, key: str, form: Form, unit: float = 1) -> Column[dict[str, Any]]:
+    def simulated(title: str, value: Callable[[Row], float], form: Form) -> Column[Row]:
         """Return a column that is empty in rows that were not simulated."""
-        return Column(title, lambda row: None if row.get(key) is None else row[key] / unit, form)
+        return Column(title, lambda row: None if "reason" in row else value(row), form)
 
     return [
-        Column("method", lambda row: row["method"]),
-        Column("ranks", lambda row: row["ranks"]),
-        simulated("global steps/s", "steps_per_s", ",.0f"),
-        simulated("efficiency", "efficiency", ".3f"),
-        simulated("waiting", "wait_share", ".1%"),
-        simulated("models an update", "models_an_update", ".2f"),
+        Column("method", "method"),
+        Column("ranks", "ranks"),
+        Column("global steps/s", "steps_per_s", ",.0f"),
+        Column("efficiency", "efficiency", ".3f"),
+        Column("waiting", "wait_share", ".1%"),
+        Column("models an update", "models_an_update", ".2f"),
         Column("distance", _distance),
-        Column("MB/s a rank", _megabytes_a_rank, ".1f"),
-        simulated("MB/s in all", "bytes_per_s", ",.0f", unit=1e6),
-        simulated("busiest link, MB/s", "busiest_link_bytes_per_s", ",.0f", unit=1e6),
-        simulated("its load", "busiest_link_bytes_per_s", ".0%", unit=link_bytes_per_s),
+        simulated("MB/s a rank", lambda row: row["bytes_per_s"] / row["ranks"] / 1e6, ".1f"),
+        simulated("MB/s in all", lambda row: row["bytes_per_s"] / 1e6, ",.0f"),
+        simulated("busiest link, MB/s", lambda row: row["busiest_link_bytes_per_s"] / 1e6, ",.0f"),
+        simulated("its load", lambda row: row["busiest_link_bytes_per_s"] / link_bytes_per_s, ".0%"),
     ]
 
 
@@ -81,10 +84,6 @@ def _distance(row: dict[str, Any]) -> str:
     if row.get("distance") is None:
         return ""
     return f"{row['distance']:.2f}{' +' if row['distance_grows'] else ''}"
-
-
-def _megabytes_a_rank(row: dict[str, Any]) -> float | None:
-    return row["bytes_per_s"] / row["ranks"] / 1e6 if "bytes_per_s" in row else None
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:
@@ -114,14 +113,13 @@ def draw(simulation: dict[str, Any], output: Path) -> None:
     for axes, straggler in zip(panels, stragglers, strict=True):
         _draw_efficiency(axes, [row for row in rows if row["straggler"] == straggler])
     panels[0].set_ylabel("efficiency: steps/s over those of\nas many single ranks, none of them slow")
-    handles, labels = panels[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    legend(figure, panels[-1])
     options, measured = simulation["options"], simulation["measured"]
-    figure.suptitle(
+    title = (
         f"Simulated, with costs measured on {measured['cpu']}: {measured['environment']}, {options['ranks_per_host']} "
-        f"ranks a host, {options['bandwidth_gbit']:g} Gbit/s, {options['latency_us']:g} µs",
-        fontsize=11,
+        f"ranks a host, {options['bandwidth_gbit']:g} Gbit/s, {options['latency_us']:g} µs"
     )
+    figure.suptitle(verbatim(title), fontsize=11)
     write_picture(figure, output)
 
 
