@@ -292,16 +292,16 @@ class Gossip:
             if self._exchange is not None and self._exchange.stop is Stop.NONE:
                 self._exchange.stop_now(Stop.SIGNAL)
             return False
-        if self._exchange is not None and self._interrupt.leave_requested and not self._has_ended:
+        if self._interrupt.leave_requested and not self._has_ended:
             self._interrupt.leave_requested = False
-            self._has_left = self._exchange.leave()
+            self._has_left = self._exchange is None or self._exchange.leave()
         return not self._is_over()
 
     def _is_over(self) -> bool:
         """Return whether training has ended on this rank."""
-        if self._exchange is None:
-            return self.global_steps >= self._settings.total_steps
-        return self._has_left or self._exchange.stop is not Stop.NONE
+        if self._has_left or self._exchange is None:
+            return self._has_left or self.global_steps >= self._settings.total_steps
+        return self._exchange.stop is not Stop.NONE
 
     def after_update(self, steps: int) -> None:
         """Send this rank's model and average in what peers sent, after an optimiser step. May wait, at most

@@ -34,6 +34,7 @@ from pala.lab.compare.plan import Cell, Plan, Planned, options
 from pala.report.runs import ARCHIVE, published
 from pala.run import run_folder
 from pala.run.metrics import metrics_path
+from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.train import parse
 from support.helpers import record_of, slow_among, wait_for, write_paced
@@ -449,6 +450,12 @@ def test_a_part_is_chosen_by_name(there: Path) -> None:
     assert len(chosen(plan, ["Pole"])) == 8
     with pytest.raises(PalaError, match=r"'--only gosip' is no variant and no game; there are gossip, none, Pole\."):
         chosen(plan, ["gosip"])
+
+
+def test_a_part_that_is_not_named_is_not_taken_for_all() -> None:
+    for words in (["pong", "--only"], ["pong", "--only", "--report-only"]):
+        with pytest.raises(PalaError, match="'--only' names nothing"):
+            read_command("pala compare", words, Command())
 
 
 def test_jobs_that_fail_do_not_stop_the_others(

@@ -249,6 +249,14 @@ def test_a_rank_that_leaves_a_job_that_outlives_it_returns_with_its_own_model() 
     assert staying == also_staying and staying[1] >= 300 > left[1]
 
 
+def test_a_rank_that_is_alone_leaves_too() -> None:
+    with Gossip(zeros(), total_steps=100) as gossip:
+        while gossip.goes_on:
+            gossip.after_update(steps=1)
+            gossip._interrupt.leave_requested = gossip.global_steps == 5
+    assert gossip.global_steps == 5 and not gossip.goes_on
+
+
 def test_a_signal_to_a_rank_ends_those_that_average() -> None:
     results = on_ranks(3, averaging, signal_at(1, 25))
     assert len({tuple(result) for result in results}) == 1 and len(results[0]) == 3

@@ -36,6 +36,7 @@ def read_command(program: str, arguments: list[str], default: C) -> C:
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             _check_switches(arguments, {f"--{name}" for name in _options(default, bool)})
+            _check_lists(arguments, {f"--{name}" for name in _options(default, tuple) if "." not in name})
             arguments = _without_exponents(arguments, {name.rpartition(".")[2] for name in _options(default, int)})
             words = inspect.getdoc(type(default))  # all of it: tyro itself takes the first paragraph
             return tyro.cli(type(default), args=arguments, default=default, prog=_called(program), description=words)
@@ -60,20 +61,13 @@ def check_least(option: str, value: float, least: float) -> None:
         raise PalaError(f"'--{option}' is {value:g} but must be a number of at least {least}.")
 
 
-def check_named(command: Any, *options: str) -> None:
-    """Raise PalaError if one of these options of a command has no value."""
-    for option in options:
-        if not getattr(command, option):
-            raise PalaError(f"'--{option}' names nothing.")
-
-
 def _called(program: str) -> str:
     """Return how the user called the program: by its module, or by `pala`."""
     return sys.argv[0] if sys.argv[0].startswith("pala ") else program
 
 
 def _options(command: Any, kind: type, section: str = "") -> list[str]:
-    """Return the names of all options whose value is of a kind, bool or int: `total-steps`, `a2c.rollout-steps`."""
+    """Return the names of all options whose value is of a kind, as bool or int: `total-steps`, `a2c.rollout-steps`."""
     names = []
     for field in dataclasses.fields(command):
         value, name = getattr(command, field.name, None), field.name.replace("_", "-")
@@ -93,6 +87,13 @@ def _check_switches(arguments: list[str], switches: set[str]) -> None:
         if name in switches and (value if equals else following).lower() in _TRUTHS:
             negative = re.sub(r"^--(.*\.)?", r"--\1no-", name)
             raise PalaError(f"'{name}' is a switch and takes no value: write `{name}` or `{negative}`.")
+
+
+def _check_lists(arguments: list[str], lists: set[str]) -> None:
+    """Raise PalaError for an option that takes values and has none: it would be taken for its default, or for all."""
+    for argument, following in itertools.pairwise([*arguments, "--"]):
+        if argument.replace("_", "-") in lists and following.startswith("--"):
+            raise PalaError(f"'{argument}' names nothing.")
 
 
 def _without_exponents(arguments: list[str], integers: set[str]) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from explorer.states import Case, Mode
 from explorer.world import FAULTS, RARE, UNFAIR, Label, State, World
 from pala.config.catalogue import RULES, TOPOLOGIES
-from pala.system.command_line import check_choices, check_named, read_command
+from pala.system.command_line import check_choices, read_command
 from pala.system.errors import PalaError
 from pala.system.text import table
 
@@ -280,7 +280,6 @@ def cases(command: Command) -> list[Case]:
     check_choices("topologies", command.topologies, TOPOLOGIES)
     check_choices("mixings", command.mixings, RULES)
     check_choices("faults", command.faults, FAULTS)
-    check_named(command, "ranks", "topologies", "mixings", "staleness")
     if min(command.ranks) < 2 or min(*command.staleness, command.updates, command.together, command.rare) < 0:
         raise PalaError("'--ranks' must be at least 2, '--staleness', '--updates', '--together' and '--rare' 0.")
     if not 1 <= command.group < min(command.ranks):

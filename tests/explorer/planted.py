@@ -338,9 +338,9 @@ class ClosesNothingThatIsRefused(Paired):
 
 
 class ClosesOffersToTheSilent(Paired):
-    def _offer(self, s):
+    def _send_owed(self, s, can_send):
         closed = [action for peer in s.silent for action in self._close(s, peer)]
-        return closed + super()._offer(s)
+        return closed + super()._send_owed(s, can_send)
 
 
 class KeepsTheAnswersToVoidOffers(Paired):
@@ -375,13 +375,12 @@ class LeavesAnAnswerThatCannotBeReadOpen(Paired):
 # ---- the driver ------------------------------------------------------------------------------------------------------
 
 
-class CountsOnAnyRank(OneWay):
+class HandsNothingOver(OneWay):
     """Takes whoever lives for one that has a model of use."""
 
-    def wish_to_leave(self, s: GossipState) -> list[Action]:
-        actions = super().wish_to_leave(s)
-        s.stayers |= {*s.living} - {s.rank}
-        return actions
+    def hand_over(self, s, can_send):
+        s.heir = s.living[0]
+        return []
 
 
 class CountsOnTheDead(OneWay):
@@ -390,7 +389,6 @@ class CountsOnTheDead(OneWay):
     def peer_died(self, s: GossipState, peer: int) -> list[Action]:
         actions = super().peer_died(s, peer)
         if s.has_left:
-            s.stayers.add(peer)
             s.budget.living = sorted([*s.budget.living, peer])
         return actions
 

@@ -29,7 +29,7 @@ from pala.report.page import Column, Page, table
 from pala.run import run_folder
 from pala.run.lock import is_locked
 from pala.run.provenance import now_utc, provenance
-from pala.system.command_line import check_choices, check_least, check_named, exit_on_mistake, read_command
+from pala.system.command_line import check_choices, check_least, exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import check_output_file, refuse_links, write_json
 from pala.system.interrupt import Interrupt
@@ -62,7 +62,6 @@ def parse(arguments: list[str]) -> tuple[Path, Command]:
     command = read_command("pala chaos", arguments, Command())
     if command.run is None:
         raise PalaError("Name a run that trains now, such as `runs/pong`; `--help` explains the options.")
-    check_named(command, "faults")
     check_choices("faults", command.faults, FAULTS)
     check_least("seed", command.seed, 0)
     check_least("mean-s", command.mean_s, 0.1)

@@ -22,7 +22,7 @@ from pala.lab.simulate.groups import group_costs, of_groups
 from pala.lab.simulate.methods import METHODS
 from pala.lab.simulate.report import draw, markdown
 from pala.run.provenance import now_utc, provenance
-from pala.system.command_line import check_choices, check_least, check_named, read_command
+from pala.system.command_line import check_choices, check_least, read_command
 from pala.system.errors import PalaError
 from pala.system.files import make_output_folder, write_atomically, write_json
 from pala.system.output import print_result
@@ -59,7 +59,6 @@ class Command:
 def parse(arguments: list[str]) -> Command:
     """Return the checked command line. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
-    check_named(command, "methods", "ranks")
     check_choices("methods", command.methods, tuple(METHODS))
     for ranks in command.ranks:
         if not 2 <= ranks <= _MOST_RANKS:

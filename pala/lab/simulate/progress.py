@@ -17,7 +17,7 @@ from pala.config.catalogue import RULES
 from pala.lab.simulate.scenario import Scenario, timed_in_updates
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.report.page import Column, table
-from pala.system.command_line import check_choices, check_named, read_command
+from pala.system.command_line import check_choices, read_command
 from pala.system.errors import PalaError
 
 _PROGRAM = "pala simulate progress"
@@ -86,7 +86,6 @@ def run(arguments: list[str]) -> None:
     """Do what `pala simulate progress` does. Raises PalaError."""
     command = read_command(_PROGRAM, arguments, Command())
     check_choices("mixings", command.mixings, RULES)
-    check_named(command, "mixings", "ranks", "delays")
     if not all(map(math.isfinite, command.delays)) or min(command.ranks) < 2 or min(command.delays) < 0:
         raise PalaError("'--ranks' must be at least 2, and '--delays' 0 and finite.")
     rows = []
