@@ -59,7 +59,7 @@ PROTOCOL_BUGS: list[tuple[type[GossipProtocol], str, dict[str, Any]]] = [
     (planted.WaitsForTheStopped, "wait", {"faults": "patience garbled"}),
     (planted.RefusesWhoRefuses, "endless wait", {"faults": "nan"}),
     (planted.IgnoresWhoLeaves, "deadlock", {"faults": "leave"}),
-    (planted.HandsNothingOver, "no rank that stays has a model", {"faults": "leave nan"}),
+    (planted.CountsOnAnyRank, "no rank that stays has a model", {"faults": "leave nan"}),
     (planted.CountsOnTheDead, "no rank that stays has a model", {"faults": "leave"}),
     pytest.param(
         planted.WaitsForTheAnswerOfWhoIsGone,
@@ -116,7 +116,7 @@ DRIVER_BUGS: list[tuple[type[GossipDriver], str, dict[str, Any]]] = [
 
 
 class AllLeave(World):
-    """Three ranks, from where each has left in the same moment."""
+    """Three ranks, from where each was told to leave, has heard who stays, and has left in the same moment."""
 
     def initial(self) -> list[State]:
         (state,) = super().initial()
@@ -124,8 +124,9 @@ class AllLeave(World):
         def each(word: str) -> list[Label]:
             return [(word, rank) for rank in range(self.n)]
 
-        models: list[Label] = [("deliver", *pair, "model") for pair in itertools.permutations(range(self.n), 2)]
-        for label in each("finish") + models + each("leave"):
+        messages: list[Label] = [("deliver", *pair, "message") for pair in itertools.permutations(range(self.n), 2)]
+        models: list[Label] = [(*message[:3], "model") for message in messages]
+        for label in each("tell") + messages + each("finish") + messages + models + each("leave"):
             found = [successor.state for successor in self.successors(state) if successor.label[: len(label)] == label]
             assert found or label in models, label
             state = next((after for after in found if after is not None), state)
@@ -186,7 +187,7 @@ def test_two_ranks_hold_with_worse_faults(mixing: str, faults: str) -> None:
 
 @pytest.mark.parametrize("mixing", slow_but_for(["uniform", "paired"], "uniform"))
 def test_who_leaves_takes_no_last_model_along(mixing: str) -> None:
-    """Whether another rank's model is finite is not known: it gets one that is."""
+    """Whether another rank's model is finite is not known: it has to say so."""
     assert_holds(explored("leave nan", mixing=mixing, max_staleness=0, rare=frozenset({"nan"}), most_rare=1))
 
 
@@ -194,9 +195,8 @@ def test_who_leaves_takes_no_last_model_along(mixing: str) -> None:
     ("others", "is_found"),
     [
         ({"mode": Mode.UPDATES}, False),
-        ({"mode": Mode.LEFT, "may_go": True}, False),  # it may find that all it counts on are gone, and stay
+        ({"mode": Mode.LEFT, "may_leave": True}, False),  # it may find that all it counts on are gone, and stay
         ({"finite": False}, True),
-        ({"finite": False, "heals": True}, False),
         ({"mode": Mode.DEAD, "finite": False}, True),
     ],
 )
@@ -204,7 +204,7 @@ def test_who_goes_must_leave_a_model_of_use_behind(others: dict[str, Any], is_fo
     world = World(Case(3, faults=frozenset({"leave"})))
     state = world.initial()[0]
     first, *rest = (world._about[number] for number in state[: world.n])
-    about = [first._replace(mode=Mode.LEFT, may_go=True, present=()), *(one._replace(**others) for one in rest)]
+    about = [first._replace(mode=Mode.LEFT, may_leave=True, present=()), *(one._replace(**others) for one in rest)]
     found: list[Successor] = []
     world._departs(found, state, about, 0)
     assert [bool(successor.faults) for successor in found] == [is_found]

@@ -39,6 +39,9 @@ from pala.exchange.base import average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import GossipExchange
+from pala.exchange.gossip.messages import Action
+from pala.exchange.gossip.protocol import GossipProtocol
+from pala.exchange.gossip.state import GossipState
 from pala.exchange.make import make_exchange
 from pala.exchange.none import NoExchange
 from pala.job import start
@@ -291,9 +294,10 @@ def test_the_others_go_on_when_ranks_leave(
     states = job.states()
     # Unlike that of the dead, all of their work is counted.
     assert job.segment["global_steps"] == sum(saved_steps(states)) >= 1200
-    assert all(saved_steps(states)[rank] == 5 * BATCH for rank in left)
+    # It leaves when another has said that it has a model: after the next update or two.
+    assert all(5 * BATCH < saved_steps(states)[rank] < 20 * BATCH for rank in left)
     said = capsys.readouterr().err
-    assert job.total("waits_given_up") == 0 and "has died" not in said
+    assert job.total("waits_given_up") == 0 and "has died" not in said and "waits for" not in said
     resumed = job.resume(4, steps=1600)
     assert resumed.ended_well() and "left_ranks" not in resumed.segment
 
@@ -419,6 +423,31 @@ def test_the_best_policy_of_another_environment_does_not_stay(
     assert (kept["mean_return"], kept["global_steps"]) == ((600.0, 10) if is_kept else (5.0, 20))
 
 
+def test_who_hears_of_nobody_who_stays_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Rank 1 gives no answer before it has been asked 12 times."""
+    wish, assure = GossipProtocol.wish_to_leave, GossipProtocol._assure
+    asked = list[str]()
+
+    def ask(protocol: GossipProtocol, state: GossipState) -> list[Action]:
+        asked.append(capsys.readouterr().err)
+        return wish(protocol, state)
+
+    def answer(protocol: GossipProtocol, state: GossipState) -> list[Action]:
+        return assure(protocol, state) if len(asked) >= 12 else []
+
+    monkeypatch.setattr("pala.exchange.gossip.exchange._ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(GossipProtocol, "wish_to_leave", ask)
+    monkeypatch.setattr(GossipProtocol, "_assure", answer)
+    config = configure(tmp_path, steps=1200, max_staleness=1, patience_s=60.0)
+    job = train(2, config, on_count=leave_at(0, update=5))
+    assert job.ended_well(but_for=[0]) and job.results[0].status == "left"
+    words = "[rank 0] was told to leave (SIGUSR2) and waits for rank 1: it trains until one of the others"
+    assert [words in said for said in asked] == [number == 4 for number in range(len(asked))]
+    assert words not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_who_leaves_when_the_budget_is_met_meanwhile_counts_in_the_policy(
     leaver: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -464,7 +493,9 @@ def test_where_ranks_cannot_go_who_leaves_sleeps_until_the_end(tmp_path: Path, m
     monkeypatch.setattr(MemoryCommunicator, "outlives_ranks", False)
     job = train(3, configure(tmp_path, steps=900), on_count=leave_at(0, update=5))
     assert job.ended_well() and [entry["rank"] for entry in job.segment["left_ranks"]] == [0]
-    assert saved_steps(job.states())[0] == 5 * BATCH and job.segment["global_steps"] == sum(saved_steps(job.states()))
+    assert 5 * BATCH < saved_steps(job.states())[0] < 25 * BATCH and job.segment["global_steps"] == sum(
+        saved_steps(job.states())
+    )
     others = job.states()[1:]
     policy = torch.cat([tensor.flatten() for tensor in job.policy.values()])
     assert math.isclose(float(policy.norm()), float(parameters(others).mean(0).norm()), rel_tol=1e-3)
@@ -527,6 +558,8 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
 
     def outlive(gossip: GossipExchange) -> bool:
         leaves, world = leave(gossip), gossip._comm.world  # type: ignore[attr-defined]
+        if not gossip._state.has_left:  # it has asked who stays
+            return leaves
         about_to_go.wait(60)
         world.say_that(2, world.dead)
         wait_for(lambda: not gossip.living, 60, "the news of that")
@@ -544,31 +577,47 @@ def test_when_who_stays_dies_those_who_were_about_to_go_stop_the_run(
     assert job.resume(3, steps=sum(saved_steps(job.states())) + 200).ended_well()
 
 
-def test_of_ranks_that_leave_in_the_same_moment_those_who_may_go_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_left_with_all_it_counted_on_waits_for_another_to_say_that_it_stays(
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The rank that stays gets a model of each, in the end."""
-    say, hand_over, together = GossipDriver.leave, GossipDriver.hand_over, threading.Barrier(2)
-    heirs = list[tuple[int, int]]()
+    """Ranks 0 and 1 count on each other. Rank 2 answers when both have left, or never: then the job ends."""
+    leave, say, assure = GossipExchange.leave, GossipDriver.leave, GossipProtocol._assure
+    may, together = set[int](), threading.Barrier(2)
+
+    def leave_with_the_other(gossip: GossipExchange) -> bool:
+        rank = gossip._comm.rank  # type: ignore[attr-defined]
+        may.update([rank] if gossip._state.may_leave else [])
+        if may == {rank}:
+            gossip._interrupt.leave_requested = True  # the next update answers the other
+            return False
+        return leave(gossip)
 
     def say_together(driver: GossipDriver) -> None:
         together.wait(60)
         say(driver)
 
-    def handed_over(driver: GossipDriver) -> None:
-        hand_over(driver)
-        heirs.append((driver.state.rank, driver.state.heir))
+    def answer(protocol: GossipProtocol, state: GossipState) -> list[Action]:
+        both_left = answers and list(state.living) == [2]
+        return assure(protocol, state) if state.rank < 2 or both_left else []
 
     def end(comm: MemoryCommunicator, updates: int) -> None:
         if comm.world.ended == {0, 1}:
             comm.interrupt.signal = SIGTERM
 
+    monkeypatch.setattr(GossipExchange, "leave", leave_with_the_other)
     monkeypatch.setattr(GossipDriver, "leave", say_together)
-    monkeypatch.setattr(GossipDriver, "hand_over", handed_over)
-    job = train(3, configure(tmp_path, steps=ENDLESS), on_count=both(leave_at(0, 1, update=5), end))
-    assert [result.status for result in job.results] == ["left", "left", "stopped"]
-    assert ranks_in(job, "left_ranks") == [0, 1] and job.segment["signal"] == "SIGTERM"
-    assert {(0, 2), (1, 2)} <= {*heirs}
+    monkeypatch.setattr(GossipProtocol, "_assure", answer)
+    config = configure(tmp_path, steps=ENDLESS, patience_s=60.0 if answers else 1.0)
+    job = train(3, config, on_count=both(leave_at(0, 1, update=5), end))
+    said = capsys.readouterr().err
+    if answers:
+        assert [result.status for result in job.results] == ["left", "left", "stopped"], said
+        assert ranks_in(job, "left_ranks") == [0, 1] and job.segment["signal"] == "SIGTERM"
+        assert "the job ends" not in said
+    else:
+        assert job.segment["status"] == "stopped" and job.segment["signal"] == "SIGUSR2" and job.segment["saved"]
+        assert "but rank 2 reported no usable model: the job ends." in said
 
 
 @pytest.mark.parametrize("kind", [*NEEDING_ALL, "none"])

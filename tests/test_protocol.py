@@ -426,41 +426,8 @@ def test_a_rank_that_leaves_tells_everybody_and_hears_of_the_end() -> None:
     news = p.leave()
     assert told(news) == [(Kind.LEAVE, 1), (Kind.LEAVE, 2), (Kind.LEAVE, 3)] and p.has_left
     assert all(int(action.message.steps_by_rank[0]) == 7 for action in news)
-    assert p.living == [1, 2, 3] and list(p.budget.present) == [0, 1, 2, 3]
+    assert model_came(p, 3) == [] and p.living == [1, 2, 3] and list(p.budget.present) == [0, 1, 2, 3]
     assert told(p.message_came(message(p, Kind.STOP, 1)._replace(stop=Stop.BUDGET))) == [(Kind.STOP, 1), (Kind.STOP, 2)]
-
-
-@pytest.mark.parametrize("mixing", ["uniform", "paired"])
-def test_a_rank_that_has_left_hands_its_model_over_to_one_that_trains_on(mixing: str) -> None:
-    p = protocol(size=4, mixing=mixing)
-    assert sent_to(update(p)) == (1,)
-    p.leave()
-    if mixing == "paired":
-        assert p.hand_over() == [], "one offer is open"
-        p.message_came(message(p, Kind.ASK_WHOLE, 1))
-    assert sent_to(p.hand_over()) == (1 if mixing == "paired" else 2,), "of those who hold no model the next"
-    assert p.may_go and p.hand_over() == []
-    p.message_came(message(p, Kind.LEAVE, p.heir))
-    assert not p.may_go and (handed := p.hand_over()) and p.may_go and p.heir == (2 if mixing == "paired" else 3)
-    assert handed[0].whole
-    for peer in p.living:
-        p.message_came(message(p, Kind.LEAVE, peer))
-    assert not p.may_go and p.hand_over() == []
-
-
-def test_a_rank_without_a_model_waits_for_that_of_one_that_has_left() -> None:
-    """Though it is the only one that trains now, and was away; but not when the other has gone."""
-    p = protocol(size=2)
-    update(p, healthy=False)
-    p.state.stale.add(1)
-    p.message_came(message(p, Kind.LEAVE, 1))
-    assert waits(p.advance(0.1))
-    (accepted,) = model_came(p, 1)
-    assert isinstance(accepted, Accept) and isinstance(mixed(p.advance(0.2)), Heal) and p.has_model
-    update(p, 0.3, healthy=False)
-    assert p.must_wait()
-    p.peer_died(1)
-    assert not p.must_wait()
 
 
 def test_who_has_left_is_owed_nothing_and_counts_with_its_last_steps() -> None:

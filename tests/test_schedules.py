@@ -409,7 +409,7 @@ def test_who_left_as_training_ends_trains_no_more() -> None:
     check(schedule(1_000_152))
 
 
-def test_who_leaves_hears_of_the_death_of_its_heir() -> None:
+def test_who_leaves_hears_of_the_death_of_who_assured_it() -> None:
     """Its news cannot arrive there. It went with the last usable model, as if the news had come."""
     check(schedule(1_017_975))
 
@@ -437,7 +437,7 @@ def test_a_rank_that_finds_out_late_that_its_model_is_nan_may_be_without_one_at_
     assert [rank.number for rank in without] == [3] and without[0].wait_began_s > 0.9 * cluster.budget_known_s
 
 
-def test_questions_leave_no_credit_out() -> None:
+def test_questions_of_a_rank_that_leaves_leave_no_credit_out() -> None:
     """Eight of them were on the way to a peer, so the reply to its offer was not sent, and its process lock stayed."""
     check(schedule(1_045_975))
 

@@ -109,10 +109,15 @@ class GroupedGossip(GossipExchange):
             self._memory.leave()
         return goes
 
-    def _may_go(self) -> bool:
-        """Return whether a rank that trains has this rank's model: one of its group has the same."""
-        others = [rank for rank in self._members if rank != self._comm.rank]
-        return not all(map(self._is_gone, others)) or super()._may_go()
+    def _may_leave(self) -> bool:
+        """Return whether another rank, which stays, has a model of use. Where all ranks are one group, those that are
+        not gone have the same."""
+        if set(self.living) - set(self._members):
+            return super()._may_leave()
+        return any(rank != self._comm.rank and not self._is_gone(rank) for rank in self._members)
+
+    def _may_hear_who_stays(self) -> bool:
+        return bool(set(self.living) - set(self._members))
 
     # ---- an update -------------------------------------------------------------------------------------------------
 

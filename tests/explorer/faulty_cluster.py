@@ -179,7 +179,7 @@ class FaultyCluster(VirtualCluster):
         self.all_well_from_s = math.inf  # from then on no patience should have to end
         self.budget_met_s = self.budget_known_s = math.inf  # in truth; by the first rank
         self.models_lost = False  # a rank was killed that had the last model of use
-        self.last_gone_s = 0.0  # when a rank last died, or left: a spare that is told to leave first takes its place
+        self.last_gone_s = 0.0  # when a rank last died, or went: a spare that is told to leave first takes its place
         self.unseen_steps: list[int] = []  # when the budget was met, steps that each rank did not know of
         self._not_taken_in: dict[tuple[int, int], float] = {}  # sender and receiver of a model -> when it was sent
         models = np.arange(schedule.size, dtype=np.float64)[:, None] if models is None else models
@@ -244,7 +244,6 @@ class FaultyCluster(VirtualCluster):
         begin_s, end_s = self.schedule.poison.get(rank.number, (0.0, 0.0))
         if begin_s <= self.now < end_s:
             model[:] = np.nan
-            healthy &= not self.schedule.leaves  # else it might mix what is handed over with a NaN not seen yet
         one.waiting, one.wait_began_s = True, self.now
         one.driver.finish_update(self.schedule.steps_per_update, healthy)
         self._count_update(one)
@@ -303,27 +302,35 @@ class FaultyCluster(VirtualCluster):
         self._advance(rank)
 
     def _leaves(self, rank: Rank) -> bool:
-        """Return whether this rank was told to leave, and another trains."""
-        return self.now >= self.schedule.leaves.get(rank.number, math.inf) and len(rank.state.living) > 1
+        """Return whether this rank was told to leave, and another that trains has a model of use; if not, ask again."""
+        if self.now < self.schedule.leaves.get(rank.number, math.inf) or len(rank.state.living) == 1:
+            return False
+        if not rank.state.may_leave:
+            rank.driver.wish_to_leave()
+        return rank.state.may_leave
 
     def _let_go(self, rank: FaultyRank) -> None:
-        """Let a rank leave, as `GossipExchange.leave` does."""
-        if rank.number not in self.dead:
+        """Let a rank leave if another still has a model of use, as `GossipExchange.leave` does."""
+        if rank.number in self.dead:
+            return
+        if rank.state.may_leave or rank.state.budget.stop is not Stop.NONE:
             rank.driver.leave()
-            rank.ended, self.last_gone_s = True, self.now
+            rank.ended = True
             self._at(self.now + self.schedule.control_s[1], self._go, rank)  # when all have the news
+        else:
+            self._start_update(rank)
 
-    def _go(self, rank: Rank) -> None:
-        budget, longest_s = rank.state.budget, self.schedule.model_s[1] + self.schedule.control_s[1]
-        if rank.number in self.dead or budget.stop is not Stop.NONE:
+    def _go(self, rank: Rank, waited_s: float = 0.0) -> None:
+        again_s, budget = self.schedule.again_s, rank.state.budget
+        if rank.number in self.dead:
             return
         if not self.dead.isdisjoint(budget.present):  # its news cannot arrive there, so it hears of the death first
-            self._at(self.now + self.schedule.control_s[1], self._go, rank)
-        elif rank.state.may_go:
+            self._at(self.now + self.schedule.control_s[1], self._go, rank, waited_s)
+        elif rank.state.may_leave:
             self._die(rank.number)
-        elif budget.living:
-            rank.driver.hand_over()
-            self._at(self.now + longest_s, self._go, rank)
+        elif budget.living and budget.stop is Stop.NONE and waited_s < min(self.schedule.patience_s, 10 * again_s):
+            rank.driver.wish_to_leave()
+            self._at(self.now + again_s, self._go, rank, waited_s + again_s)
         else:  # all that it counted on are gone as well
             rank.driver.end(Stop.ALL_LEAVE)
 

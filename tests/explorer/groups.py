@@ -17,6 +17,7 @@ Must hold, in every state:
 from __future__ import annotations
 
 import enum
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -182,9 +183,6 @@ class _Driver:
     def leave(self) -> None:
         self._state.budget.rank_left(self._state.budget.rank)
 
-    def hand_over(self) -> None:
-        self._state.heir = self._state.budget.size - 1  # the other group's, which lives
-
 
 class Member(GroupedGossip):
     """The live exchange of a member: training's, but for what it communicates by. Beside the group there is one rank
@@ -199,6 +197,8 @@ class Member(GroupedGossip):
         self._parameters, self.gradient = torch.from_numpy(self.model), torch.from_numpy(self.brought)
         budget = StepBudget(number, n + 1, n * case.updates, groups=self._groups)
         self._state = GossipState(budget)
+        self._state.stayers.add(n)  # the other group's has said that it stays
+        self._asks_again_s = math.inf
         self._transport: Any = SimpleNamespace(
             poll=lambda: None, raise_failure=lambda: None, wait_until_sent=lambda patience_s, interrupt: None
         )

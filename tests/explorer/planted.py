@@ -338,9 +338,9 @@ class ClosesNothingThatIsRefused(Paired):
 
 
 class ClosesOffersToTheSilent(Paired):
-    def _send_owed(self, s, can_send):
+    def _offer(self, s):
         closed = [action for peer in s.silent for action in self._close(s, peer)]
-        return closed + super()._send_owed(s, can_send)
+        return closed + super()._offer(s)
 
 
 class KeepsTheAnswersToVoidOffers(Paired):
@@ -375,12 +375,13 @@ class LeavesAnAnswerThatCannotBeReadOpen(Paired):
 # ---- the driver ------------------------------------------------------------------------------------------------------
 
 
-class HandsNothingOver(OneWay):
+class CountsOnAnyRank(OneWay):
     """Takes whoever lives for one that has a model of use."""
 
-    def hand_over(self, s, can_send):
-        s.heir = s.living[0]
-        return []
+    def wish_to_leave(self, s: GossipState) -> list[Action]:
+        actions = super().wish_to_leave(s)
+        s.stayers |= {*s.living} - {s.rank}
+        return actions
 
 
 class CountsOnTheDead(OneWay):
@@ -389,6 +390,7 @@ class CountsOnTheDead(OneWay):
     def peer_died(self, s: GossipState, peer: int) -> list[Action]:
         actions = super().peer_died(s, peer)
         if s.has_left:
+            s.stayers.add(peer)
             s.budget.living = sorted([*s.budget.living, peer])
         return actions
 

@@ -132,9 +132,8 @@ class LocalRank:
     # ---- what can happen -----------------------------------------------------------------------------------------
 
     def finish(self, poison: bool) -> None:
-        """Make an update. `poison`: it makes the model NaN, which the rank sees after its next one; where ranks leave,
-        at once, or it might mix what is handed over with NaN."""
-        healthy = self.models.finite and not (poison and "leave" in self._case.faults)
+        """Make an update. `poison`: it makes the model NaN, which the rank sees after its next one."""
+        healthy = self.models.finite
         self.models.finite &= not poison
         self._since_mix += len(self.state.budget.leaders) > 1
         self._made += self._case.updates > 0
@@ -168,13 +167,14 @@ class LocalRank:
     def stop(self, reason: Stop) -> None:
         self.driver.end(reason)
 
+    def tell(self) -> None:
+        """Tell it to leave."""
+        self.driver.wish_to_leave()
+
     def leave(self) -> None:
-        """Leave; nothing of its models is on its way."""
+        """Leave as it was told to, after an update; nothing of its models is on its way."""
         self.driver.leave()
         self._mode = Mode.LEFT
-
-    def hand_over(self) -> None:
-        self.driver.hand_over()
 
     def timer(self) -> None:
         """Let a waiting rank have waited long enough to send again."""
@@ -202,8 +202,7 @@ class LocalRank:
 
     @property
     def _is_done(self) -> bool:
-        """Whether it sends no more models."""
-        return self._mode is Mode.ENDED or (self._mode is Mode.LEFT and self.state.budget.stop is not Stop.NONE)
+        return self._mode in (Mode.ENDED, Mode.LEFT)
 
     def _mark_old(self, old: bool) -> None:
         models = self.models

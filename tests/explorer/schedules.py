@@ -111,7 +111,7 @@ def _poison_beside_leaves(
     leaving = min(options["leaves"], key=options["leaves"].__getitem__)
     safe = leaving if leaving < trainers else draw.choice([r for r in range(trainers) if r not in options["deaths"]])
     others = [rank for rank in range(trainers) if rank != safe]
-    told_s = min(options["leaves"].values())  # what becomes NaN later, with what was handed over, nobody can know
+    told_s = min(options["leaves"].values())  # what becomes NaN later, when all are assured, nobody can know
     return {
         rank: (max(0.0, told_s - draw.choice((1.5, 5.0))), told_s)
         for rank in draw.sample(others, draw.choice((1, len(others))))

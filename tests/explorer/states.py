@@ -232,9 +232,8 @@ def relabelled(frozen: Frozen, numbers: tuple[int, ...], case: Case) -> Frozen:
     budget.living = sorted(numbers[peer] for peer in budget.living)
     budget.left = {numbers[peer] for peer in budget.left}
     budget.asleep = {numbers[peer] for peer in budget.asleep}
-    for name in ("silent", "stale", "wants_whole"):
+    for name in ("silent", "stale", "wants_whole", "stayers", "leavers"):
         setattr(s, name, {numbers[peer] for peer in getattr(s, name)})
-    s.heir = numbers[s.heir] if s.heir >= 0 else -1
     s.owed = [numbers[peer] for peer in s.owed]
     s.to_mix = {numbers[peer]: weight for peer, weight in s.to_mix.items()}
     held = sorted((since_s, numbers[peer]) for peer, since_s in s.lock.held_since_s.items())

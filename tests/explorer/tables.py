@@ -39,8 +39,8 @@ class About(NamedTuple):
     living: tuple[int, ...]  # and to train
     useful: bool  # its model could heal others'
     finite: bool  # its model is, and is not old
-    heals: bool  # by what is in its inbox
-    may_go: bool  # it has left
+    told: bool  # to leave
+    may_leave: bool
     gives_up: bool  # as `LocalRank.gives_up`
     stop: Stop
     known_steps: int  # of all ranks
@@ -102,8 +102,8 @@ class Tables:
             tuple(budget.living),
             useful=frozen.mode is not Mode.LEFT and frozen.finite and not is_old,
             finite=frozen.finite and not is_old,
-            heals=any(letter.whole and letter.finite and not letter.old for _, letter in frozen.inbox),
-            may_go=s.has_left and s.may_go and budget.stop is Stop.NONE,
+            told=s.leaves,
+            may_leave=s.may_leave and budget.stop is Stop.NONE,
             gives_up=frozen.mode is Mode.WAITS and s.healthy and "patience" in f,
             stop=budget.stop,
             known_steps=budget.global_steps,
@@ -118,15 +118,15 @@ class Tables:
         mode, f = frozen.mode, self._faults
         if mode is Mode.UPDATES:
             events += [("finish", ("finish", False))] + [("nan", ("finish", True))] * ("nan" in f)
-            if "leave" in f and len(s.living) > 1 and not any(snapshot.to for snapshot in frozen.snapshots):
+            if "leave" in f and len(s.living) > 1 and not s.leaves:
+                events.append(("tell", ("tell",)))
+            if s.leaves and s.may_leave and not any(snapshot.to for snapshot in frozen.snapshots):
                 events.append(("leave", ("leave",)))
         if mode is Mode.FOLLOWS:
             events.append(("follow", ("follow",)))
         if mode is Mode.WAITS:
             events += [("advance", ("advance",)), ("timer", ("timer",))]
-        if mode is Mode.LEFT and s.budget.stop is Stop.NONE and s.living and not s.may_go:
-            events.append(("hand over", ("hand_over",)))
-        if mode is Mode.LEFT and s.budget.stop is Stop.NONE and not s.living:
+        if mode is Mode.LEFT and s.budget.stop is Stop.NONE and not s.may_leave:
             events.append(("stay", ("stop", Stop.ALL_LEAVE)))
         if mode is not Mode.LEFT and s.budget.stop is Stop.NONE:
             reasons = (("stop", Stop.BUDGET), ("signal", Stop.SIGNAL))

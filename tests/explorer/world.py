@@ -29,7 +29,7 @@ FAULTS = {
     "signal": "a rank is told to end, at any time",
     "timer": "a waiting rank sends again at any time; else only where nothing of its own is on its way",
     "death": "ranks die; what is on its way from them may be lost, what is on its way to them is",
-    "leave": "a rank leaves; it dies when another that stays has its model",
+    "leave": "a rank is told to leave; it dies if another stays that has a model of use",
     "nan": "an update makes a model NaN, while another rank's is not",
     "patience": "a rank's patience ends, at any time",
     "absence": "a rank is stopped for longer than its patience",
@@ -48,6 +48,7 @@ UNFAIR = frozenset(
         "stop",
         "signal",
         "death",
+        "tell",
         "leave",
         "nan",
         "absence",
@@ -158,8 +159,6 @@ class World(Tables):
         last = self._last_of_use(about)
         for r in range(self.n):
             for word, event in about[r].events:
-                if word == "hand over" and self._has_news(state, r):
-                    continue
                 if word in ("nan", "absence") and r in last and not (word == "absence" and "patience" in self._faults):
                     continue
                 if word == "timer" and "timer" not in self._faults and not self._is_quiet(state, about, r):
@@ -207,24 +206,21 @@ class World(Tables):
                 found.append(Successor((*label, f"choice {choice}") if len(steps) > 1 else label, after, step.faults))
 
     def _last_of_use(self, about: list[About]) -> list[int]:
-        """Return the rank to which nothing may happen that costs a model: the only one that trains and has a model of
-        use."""
+        """Return the ranks to which nothing may happen that costs a model: the only one that has a model of use and
+        was not told to leave, or if all were, all."""
         useful = [r for r in range(self.n) if about[r].useful]
-        return useful if len(useful) == 1 else []
-
-    def _has_news(self, state: State, r: int) -> bool:
-        """Return whether something that rank r has sent is on its way to another."""
-        return any(any(state[at : at + 3]) for (sender, _), at in self._pairs.items() if sender == r)
+        stay = [r for r in useful if not about[r].told]
+        return useful if not stay else stay if len(stay) == 1 else []
 
     def _departs(self, found: list[Successor], state: State, about: list[About], r: int) -> None:
         """Let a rank that has left go, once all others that live have the news, if it still may."""
         others = [peer for peer in range(self.n) if peer != r and about[peer].mode is not Mode.DEAD]
-        if not about[r].may_go or self._has_news(state, r):
+        if not about[r].may_leave or any(state[self._pairs[r, peer] + SMALL] for peer in others):
             return
         if any(about[peer].mode is Mode.DEAD for peer in about[r].present):  # what it sent is lost, so it hears of it
             return
         # A rank that has left, too, keeps its model while it is there: it goes only when this holds for it as well.
-        kept = not about[r].finite or any(about[peer].finite or about[peer].heals for peer in others)
+        kept = any(about[peer].finite for peer in others)
         faults = () if kept else ("leave: no rank that stays has a model of use",)
         found.append(Successor(("depart", r), self._die(state, r), faults))
 

@@ -42,6 +42,11 @@ def canonical(s: GossipState, rules: Rules, now_s: float, has_ended: bool, perio
         s.num_rejected = _least(s.num_rejected, a_round * (size + period) - 1, a_round * period)
     else:
         s.num_rejected = min(s.num_rejected, a_round - 1)
+    if not s.leaves or s.budget.stop is not Stop.NONE:
+        s.leaves = False
+        s.stayers.clear()
+    if s.has_left or s.budget.stop is not Stop.NONE:
+        s.leavers.clear()
     s.num_asked %= math.lcm(*range(1, size))  # counts the peers to ask, among all others or fewer
     if s.budget.stop is not Stop.NONE:  # it sends no models of its own, and never waits
         s.asks_again_s, s.num_asked = math.inf, 0

@@ -53,6 +53,7 @@ from pala.system.trace import Trace
 _SNAPSHOTS = 2  # that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
 _MOST_REPLIES = 8  # to one peer that have not left
+_ASKED_AGAIN = (Kind.WISH, Kind.STAY, Kind.JOIN)  # of these one to a peer that has not left is enough
 MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
@@ -169,7 +170,7 @@ class GossipDriver(Receiver):
         self._num_asked = 0  # times that a mix could have been measured
         self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
         self.offers: dict[int, Snapshot] = {}  # open ones, by the peer that is to answer
-        self._replies: list[tuple[int, bool, Packet]] = []  # to whom, whether a `JOIN`; some may not have left
+        self._replies: list[tuple[int, int | None, Packet]] = []  # to whom, which; some may not have left
         self._reported: set[int] = set()
 
     # ---- the learner's thread ------------------------------------------------------------------------------------
@@ -222,15 +223,15 @@ class GossipDriver(Receiver):
         with self.lock:
             self.protocol.join(self.state, self.transport.now_s())
 
+    def wish_to_leave(self) -> None:
+        """Ask the others who has a model of use and stays."""
+        with self.lock:
+            self._perform(self.protocol.wish_to_leave(self.state))
+
     def leave(self) -> None:
         """Train no more, and tell the others, who continue."""
         with self.lock:
             self._perform(self.protocol.leave(self.state))
-
-    def hand_over(self) -> None:
-        """Send the model of this rank, which has left, to one that trains, unless all still hold the last."""
-        with self.lock:
-            self._perform(self.protocol.hand_over(self.state, self._can_send))
 
     def be_quiet(self) -> None:
         """Send nothing more, while the transport pauses: all ranks do so, so no answer is missed."""
@@ -347,17 +348,17 @@ class GossipDriver(Receiver):
 
     def _send_control(self, action: SendControl) -> None:
         """Send a message, but keep at most 8 unsent replies for each peer: a peer that receives nothing, but continues
-        to send what has to be rejected, must not fill this rank's memory. A question, which is asked again, counts
-        apart: a credit that is left out keeps a process lock forever."""
+        to send what has to be rejected, must not fill this rank's memory. Of ranks that leave, questions and replies
+        count apart: they are many on a slow link, and a credit that is left out keeps a process lock forever."""
         begin_s, packet = time.perf_counter(), self.models.control(action.message)
         kind = action.message.kind
         if kind not in NEWS:
-            asks = kind is Kind.JOIN
+            again = kind if kind in _ASKED_AGAIN else None
             self._replies = [reply for reply in self._replies if reply[2].pending]
-            unsent = sum(reply[:2] == (action.peer, asks) for reply in self._replies)
-            if unsent >= (1 if asks else _MOST_REPLIES):
+            unsent = sum((peer, of) == (action.peer, again) for peer, of, _ in self._replies)
+            if unsent >= (_MOST_REPLIES if again is None else 1):
                 return
-            self._replies.append((action.peer, asks, packet))
+            self._replies.append((action.peer, again, packet))
         self.transport.send(action.peer, packet)
         if self.trace is not None:
             self.trace.sent(kind.name, action.peer, action.message.round, len(packet.data), begin_s)

@@ -23,6 +23,7 @@ from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import log
+from pala.system.text import named
 from pala.system.trace import Trace
 from pala.system.waiting import LongWait, wait_asleep
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pala.exchange.gossip.topology import Peers
 
 _LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
+_ASK_AGAIN_S = 2.0  # a message may have been damaged
+_SAY_AT_ASK = 4  # in vain; ranks that train as fast as this one have made as many updates by then
 _LARGE_BYTES = 2**22  # of a message: it takes a millisecond or more to receive and check
 _GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
 
@@ -60,6 +63,8 @@ class GossipExchange(ModelExchange):
         self._polls_between_steps = False
         self._average_met_the_end = False  # and closed
         self._stays = False  # it was told to leave, and has told others, but is there at the end
+        self._asks_again_s = 0.0  # who stays, when it was told to leave
+        self._num_asks = 0
         self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
         self._goes_on = slept is None and start.global_steps > 0  # with what an earlier start has trained
         codec = make_codec(config.exchange, parameters, num_exact)
@@ -118,6 +123,8 @@ class GossipExchange(ModelExchange):
         with self.driver.lock:
             if not self.driver.advance():
                 self._wait()
+            if not self._state.has_model and self._state.budget.left:
+                self._wait_for_the_end()
         if self._state.has_model:
             return True
         if self.stop is Stop.NONE:
@@ -130,39 +137,50 @@ class GossipExchange(ModelExchange):
     def leave(self) -> bool:
         rank, budget = self._comm.rank, self._state.budget
         if budget.stop is Stop.NONE and list(self.living) != [rank]:
-            if {rank, *self._state.silent}.issuperset(self.living):  # the others are stopped
+            if not self._is_assured():
                 self._interrupt.leave_requested = True  # tried again after the next update
                 return False
-            self._transport.wait_until_sent(self._patience_s, self._interrupt)
             self.driver.leave()
             self._transport.wait_until_sent(self._patience_s, self._interrupt)
-            while budget.stop is Stop.NONE and self.living and not self._may_go() and self._hand_over():
-                self._transport.wait_until_sent(self._patience_s, self._interrupt)
-            if budget.stop is Stop.NONE and self.living:
+            self._ask_once_more()
+            if self._may_leave() and budget.stop is Stop.NONE:
                 log(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} continue.")
                 return True
             # Training has ended meanwhile, or others were told to leave at the same time and may stay as well:
             # `close` settles which ranks stayed.
             self._stays = True
         if budget.stop is Stop.NONE:
-            log(f"[rank {rank}] was told to leave ({LEAVE.name}), but no other rank trains: the job ends.")
+            others = [other for other in self.living if other != rank]
+            why = f"{named(others)} reported no usable model" if others else "no other rank trains"
+            log(f"[rank {rank}] was told to leave ({LEAVE.name}), but {why}: the job ends.")
             self.driver.end(Stop.ALL_LEAVE)
         return False
 
-    def _may_go(self) -> bool:
-        """Return whether a rank that trains has this rank's model, which has left, or it has none of use."""
-        return self._state.may_go
+    def _may_leave(self) -> bool:
+        """Return whether another rank, which stays, has a model of use."""
+        return self._state.may_leave
 
-    def _hand_over(self) -> bool:
-        """Send this rank's model, which has left, to one that trains, as soon as one has taken in the last. False if
-        none does."""
+    def _may_hear_who_stays(self) -> bool:
+        """Return whether a rank trains that may yet say that it has a model of use."""
+        return bool(self._state.living)
 
-        def has_handed_over() -> bool:
-            self.driver.hand_over()
-            return self._may_go()
-
-        with self.driver.lock:
-            return self._wait_with_patience(lambda: not self.living or has_handed_over())
+    def _is_assured(self) -> bool:
+        """Return whether this rank may leave, and nothing of its models is on its way; if not, ask who stays."""
+        if self._may_leave():
+            self._transport.wait_until_sent(self._patience_s, self._interrupt)
+            return self._may_leave()
+        if time.monotonic() > self._asks_again_s:
+            self._asks_again_s = time.monotonic() + _ASK_AGAIN_S
+            self.driver.wish_to_leave()
+            self._num_asks += 1
+            others = [rank for rank in self.living if rank != self._comm.rank]
+            if self._num_asks == _SAY_AT_ASK and others:
+                log(
+                    f"[rank {self._comm.rank}] was told to leave ({LEAVE.name}) and waits for {named(others)}: it "
+                    "trains until one of the others has reported a usable model, as ranks do after an update. Look "
+                    "whether they still train. SIGUSR1 ends the whole job, with a checkpoint."
+                )
+        return False
 
     def after_update(self, steps: int, healthy: bool) -> bool:
         return self._finish_update(steps, lambda: healthy)
@@ -281,9 +299,23 @@ class GossipExchange(ModelExchange):
         trained = self._has_updated or self._goes_on or self.heals > 0
         return trained and self._state.has_model and not self._state.has_left
 
-    def _wait_with_patience(self, done: Callable[[], bool]) -> bool:
+    def _wait_for_the_end(self) -> None:
+        """Wait while those who trained may all have been told to leave in the same moment: then they stay, and end the
+        job. With the lock held, which is given up meanwhile."""
+        self._wait_with_patience(lambda: False)
+
+    def _ask_once_more(self) -> None:
+        """Ask those who train who stays, if all that this rank counted on have left in the same moment."""
+        if self._may_leave() or not self._may_hear_who_stays():
+            return
+        self.driver.wish_to_leave()
+        with self.driver.lock:
+            self._wait_with_patience(lambda: self._may_leave() or not self._may_hear_who_stays())
+        self._transport.wait_until_sent(self._patience_s, self._interrupt)
+
+    def _wait_with_patience(self, done: Callable[[], bool]) -> None:
         """Wait until `done()` or the end, but not for longer than a silent rank is waited for. With the lock held,
-        which is given up meanwhile. Return whether it is done."""
+        which is given up meanwhile."""
         wait = LongWait()
 
         def is_over() -> bool:
@@ -291,7 +323,6 @@ class GossipExchange(ModelExchange):
             return ends or done() or wait.took_s >= self._patience_s
 
         wait_asleep(is_over, None, self._interrupt, _LOOK_S, wait, self.driver.wait)
-        return done()
 
     def _wait(self) -> None:
         """Wait until a mix is due, a peer's whole model can stand in for this rank's own, or training ends. With the

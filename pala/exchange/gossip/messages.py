@@ -20,7 +20,9 @@ class Kind(enum.IntEnum):
     ANSWER = 6  # the model of who has moved towards an offer; its weight is the fraction that both move by
     LEAVE = 7  # its sender trains no more; these are its last steps
     JOIN = 8  # its sender, a spare that takes a place or a rank that waits to heal, asks for a whole model
-    CROSSED = 9  # a credit for an offer that is not answered, since its sender's own is on the way, and will do
+    WISH = 9  # its sender was told to leave, and asks who has a model of use
+    STAY = 10  # the reply to that, of a rank that has one
+    CROSSED = 11  # a credit for an offer that is not answered, since its sender's own is on the way, and will do
 
 
 WITH_MODEL = (Kind.MODEL, Kind.OFFER, Kind.ANSWER)

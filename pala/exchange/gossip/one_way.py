@@ -27,6 +27,7 @@ class OneWay(GossipProtocol):
         return [*actions, GoOn()]
 
     def _send_owed(self, s: GossipState, can_send: Callable[[], bool]) -> list[Action]:
+        """Send the model to the peers that are owed it and whose lock is free."""
         if not s.owed or s.budget.stop is not Stop.NONE or not s.has_model:
             return []
         peers = tuple(dict.fromkeys(peer for peer in s.owed if s.lock.is_free(peer)))

@@ -76,11 +76,11 @@ class Paired(GossipProtocol):
         self.clock(s, now_s)
         actions = self._adopt(s)
         if self.must_wait(s):
-            return [*actions, *self._send_owed(s, can_send), *self._drop_parts(s), *self._ask(s), Wait()]
+            return [*actions, *self._offer(s), *self._drop_parts(s), *self._ask(s), Wait()]
         self._begin_update(s)
         if self.mix_is_due(s):
             actions += self._mix(s, give_credit=True)
-        return [*actions, *self._send_owed(s, can_send), GoOn()]
+        return [*actions, *self._offer(s), GoOn()]
 
     def is_idle(self, s: GossipState) -> bool:
         may_go_on = s.has_model and s.staleness < self.rules.max_staleness
@@ -92,9 +92,6 @@ class Paired(GossipProtocol):
             return super().unreadable_model_came(s, sender) + self._close(s, sender)
         s.counts["models_refused"] += 1  # its offer has come, so this was its answer
         return self._close(s, sender)
-
-    def hand_over(self, s: GossipState, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
-        return self._adopt(s) + super().hand_over(s, can_send)
 
     def finish(self, s: GossipState) -> list[Action]:
         """Move by the answers that came; both models of an offer without an answer stay as they are."""
@@ -109,8 +106,8 @@ class Paired(GossipProtocol):
         """Return whether an offer is open that forbids another."""
         return any(peer not in s.silent for peer in s.offers)
 
-    def _send_owed(self, s: GossipState, can_send: Callable[[], bool]) -> list[Action]:
-        """Offer the model to the peer of this round, or one that waits to heal, which will answer."""
+    def _offer(self, s: GossipState) -> list[Action]:
+        """Send the model to the peer of this round, or one that waits to heal, which will answer."""
         if s.budget.stop is not Stop.NONE or not s.has_model:
             return []
         if self._in_step and s.staleness == 0:  # this update's exchange is made

@@ -101,7 +101,7 @@ class GossipProtocol(abc.ABC):
         s.owed += [p for p in sorted(s.wants_whole) if p in s.budget.leaders and p not in s.owed]
         s.rounds_due = 1
         s.budget.add_steps(steps)
-        return self._tell_stop(s)
+        return self._assure(s) + self._tell_stop(s)
 
     @abc.abstractmethod
     def advance(self, s: GossipState, now_s: float, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
@@ -122,11 +122,19 @@ class GossipProtocol(abc.ABC):
         """Take in a message of `message.sender`. Of a model: `took_s`: seconds until it came; `late`: it took too long,
         and its memory has been given up; `rejected`: it holds what no model may hold."""
         s.budget.merge(message.steps_by_rank, message.stop)
+        if s.leaves:
+            self._note_stayer(s, message)
         if message.kind is Kind.LEAVE:
             s.budget.rank_left(message.sender)
             return self._forget(s, message.sender) + self._tell_stop(s)
         if message.kind is Kind.JOIN:
             self._joined(s, message.sender)
+        if message.kind is Kind.WISH and not s.has_left:
+            s.leavers.add(message.sender)
+        if s.has_left:
+            if message.kind is Kind.MODEL:
+                s.weight = self._mixing.gained(s.weight, message.weight)
+            return self._tell_stop(s)
         return self._take_in(s, message, took_s, late, rejected) + self._tell_stop(s)
 
     def unreadable_model_came(self, s: GossipState, sender: int) -> list[Action]:
@@ -147,28 +155,20 @@ class GossipProtocol(abc.ABC):
         s.asks_again_s = now_s
         s.patience_s = self.rules.patience_s  # it does not know its own pace yet
 
+    def wish_to_leave(self, s: GossipState) -> list[Action]:
+        """Ask the others who has a model of use: only when one has said so, `may_leave` is true. One that takes a place
+        has none yet, nor has one whose own is not finite. May be asked again."""
+        s.leaves = True
+        return [SendControl(self._message(s, Kind.WISH), peer) for peer in s.living if peer != s.rank]
+
     def leave(self, s: GossipState) -> list[Action]:
         """Train no more; the others take over this rank's share of the budget. Nothing of its models should be on the
-        way any more: the news might overtake it. `hand_over` follows when all others have the news."""
+        way any more: the news might overtake it.
+
+        It must not go before all others have the news, and then only if it still `may_leave`. Of ranks that leave in
+        the same moment and count on each other, those whose news comes last find that out, and stay."""
         s.budget.rank_left(s.budget.rank)
         return [SendControl(self._message(s, Kind.LEAVE), peer) for peer in s.budget.present if peer != s.budget.rank]
-
-    def hand_over(self, s: GossipState, can_send: Callable[[], bool] = lambda: True) -> list[Action]:
-        """Send the model of a rank that has left to one that trains, for of those none may have one of use; not yet, if
-        all of them still hold the last. It is mixed as any other.
-
-        The rank goes when that has come, and only if it still `may_go`. Of ranks that leave in the same moment and
-        count on each other, those whose news comes last find that out, and hand over to another."""
-        heirs = [peer for peer in self._in_touch(s) if s.lock.is_free(peer)]
-        if not heirs or not s.has_model or s.may_go:
-            return []
-        heir = min(heirs, key=lambda peer: (peer not in s.wants_whole, (peer - s.rank) % s.budget.size))
-        s.round += 1
-        s.owed = [heir]
-        s.wants_whole.add(heir)
-        sent = self._send_owed(s, can_send)
-        s.heir = heir if sent else -1
-        return sent
 
     def end(self, s: GossipState, reason: Stop) -> list[Action]:
         """End training."""
@@ -213,11 +213,8 @@ class GossipProtocol(abc.ABC):
     # ---- what follows from them ----------------------------------------------------------------------------------
 
     def must_wait(self, s: GossipState) -> bool:
-        """Return whether the rank must mix before it continues, or, if its own model is of no use, get a whole one:
-        also of a rank that has left and has not gone."""
-        budget = s.budget
-        others_left = not s.healthy and not budget.left.isdisjoint(budget.present)
-        if (len(budget.leaders) == 1 and not others_left) or budget.stop is not Stop.NONE:
+        """Return whether the rank must mix before it continues, or, if its own model is of no use, get a whole one."""
+        if len(s.budget.leaders) == 1 or s.budget.stop is not Stop.NONE:
             return False
         if not s.has_model:
             return not s.whole_came
@@ -235,10 +232,6 @@ class GossipProtocol(abc.ABC):
         return len(s.budget.leaders) == 1 or 0 < self._models_a_round(s) <= len(s.to_mix) + s.num_rejected
 
     # ---- models and credits --------------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _send_owed(self, s: GossipState, can_send: Callable[[], bool]) -> list[Action]:
-        """Send the model to peers that are owed it, as far as that may be done now."""
 
     @abc.abstractmethod
     def _take_in(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
@@ -266,8 +259,25 @@ class GossipProtocol(abc.ABC):
         if s.between_updates and peer not in s.owed:
             s.owed.append(peer)
 
+    def _note_stayer(self, s: GossipState, message: Message) -> None:
+        """Note what the sender says of its model."""
+        if message.kind is Kind.STAY:
+            s.stayers.add(message.sender)
+        elif message.kind in (Kind.ASK_WHOLE, Kind.JOIN):
+            s.stayers.discard(message.sender)
+
+    def _assure(self, s: GossipState) -> list[Action]:
+        """Tell those who were told to leave that this rank has a model of use, if it has: at the end of an update, for
+        only then does it know."""
+        if not s.has_model or s.budget.stop is not Stop.NONE:
+            return []
+        leaving, s.leavers = sorted(s.leavers), set()
+        return [SendControl(self._message(s, Kind.STAY), peer) for peer in leaving]
+
     def _forget(self, s: GossipState, peer: int) -> list[Action]:
         """Expect nothing of this peer any more, and send it nothing."""
+        s.stayers.discard(peer)
+        s.leavers.discard(peer)
         s.lock.release(peer)
         s.silent.discard(peer)
         s.owed = [p for p in s.owed if p != peer]
@@ -299,9 +309,8 @@ class GossipProtocol(abc.ABC):
 
     def _is_stale(self, s: GossipState, sender: int, took_s: float, late: bool) -> bool:
         """Return whether the model that has come from `sender`, in `took_s` seconds, is too old to be received: its
-        sender stopped while it sent it, or this rank stopped (and is returning) before it could take it in. A rank that
-        has left has sent its own since that news came."""
-        return late or took_s > s.transfer_patience_s or sender in s.stale - s.budget.left
+        sender stopped while it sent it, or this rank stopped (and is returning) before it could take it in."""
+        return late or took_s > s.transfer_patience_s or sender in s.stale
 
     def _note_transfer(self, s: GossipState, sender: int, took_s: float) -> None:
         """Learn how long a model of `sender` took to come; its next one is as young as any."""

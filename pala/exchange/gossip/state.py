@@ -81,7 +81,7 @@ class Offer(NamedTuple):
 @dataclass(slots=True, eq=False)
 class GossipState:
     """One rank's numbers, and sets and dicts of numbers. From `offers` to `refusing` they are the paired
-    exchange's.
+    exchange's; the last three are of ranks that leave.
 
     | time | set when | what follows |
     |---|---|---|
@@ -128,7 +128,9 @@ class GossipState:
     only_late_answers: bool = False  # each is to an offer of an earlier update
     offer_numbers: dict[int, int] = field(default_factory=dict)  # of the offers to mix, by sender; replies repeat them
     refusing: set[int] = field(default_factory=set)  # peers that have refused this rank's last offer to them
-    heir: int = -1  # of a rank that has left: who was sent its model then
+    leaves: bool = False  # as soon as another rank has shown that it has a model of use
+    stayers: set[int] = field(default_factory=set)  # those that have
+    leavers: set[int] = field(default_factory=set)  # ranks that were told to leave, and wait for this one's reply
 
     @property
     def rank(self) -> int:
@@ -156,9 +158,9 @@ class GossipState:
         return self.healthy and not self.returning
 
     @property
-    def may_go(self) -> bool:
-        """True of a rank that has left and takes no model along: one that trains has been sent its model."""
-        return self.heir in self.living or (not self.has_model and bool(self.living))
+    def may_leave(self) -> bool:
+        """True of a rank that was told to leave, and does not take the last model of use along."""
+        return not self.stayers.isdisjoint(self.living)
 
     def kept(self) -> ExchangeState:
         """Return what a checkpoint keeps of it."""
