@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import random
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ RATIOS = (
     ("GALA's exchange / synchronous A2C", "shared_memory", "allreduce"),
 )
 RESAMPLES = 2000
+LEARNED_NOTHING = 0.02  # of the way from random play to a human, by AUC: chosen after a run that had 0.01
 Scores = dict[tuple[str, int], dict[str, float]]  # game and seed -> variant -> AUC above random play
 
 
@@ -38,15 +38,18 @@ def read(file: Path) -> Scores:
     return dict(sorted(scores.items()))
 
 
+def learned(game: str, score: float) -> bool:
+    """Return whether a run with this AUC above random play learned anything."""
+    reference = reference_of(f"ALE/{game}-v5")
+    assert reference is not None
+    return score >= LEARNED_NOTHING * (reference[1] - reference[0])
+
+
 def ratios(scores: Scores, upper: str, lower: str) -> dict[str, list[float]]:
-    """Return, for each game, the ratio of every seed that both variants have."""
+    """Return, for each game, the ratio of every seed with which both variants learned."""
     found: dict[str, list[float]] = {}
-    for (game, seed), of in scores.items():
-        if {upper, lower} <= {*of}:
-            if min(of[upper], of[lower]) <= 0:
-                sys.exit(
-                    f"{game}, seed {seed}: a run learned nothing ({of}), so there is no ratio; give counts instead."
-                )
+    for (game, _), of in scores.items():
+        if {upper, lower} <= {*of} and all(learned(game, of[variant]) for variant in (upper, lower)):
             found.setdefault(game, []).append(of[upper] / of[lower])
     return found
 
@@ -83,6 +86,10 @@ def main() -> None:
         means = [f"{statistics.geometric_mean(found[game]):.2f}" if game in found else "" for game in games]
         rows.append([name, *means, *((f"{pooled(found):.2f}", interval(found)) if found else ("", ""))])
     print(table(["ratio of AUCs", *games, "geometric mean", "95 % interval"], rows))
+    for (game, seed), of in scores.items():
+        for variant, score in of.items():
+            if not learned(game, score):
+                print(f"\n{game}, seed {seed}, {variant} learned nothing, and is in no ratio.")
 
 
 if __name__ == "__main__":
