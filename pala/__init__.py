@@ -29,6 +29,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,7 @@ def __getattr__(name: str) -> Any:
 def fit(
     config: Config,
     make_env: Callable[[], Any] | None = None,
-    resume: str | Path | None = None,
+    resume: str | PathLike[str] | None = None,
     trust_run: bool = False,
     *,
     make_network: MakeNetwork | None = None,
@@ -89,9 +90,10 @@ def fit(
     it has written to its metrics file; one that returns False ends training on all ranks, and the run is complete: it
     is evaluated, and `run.json` says why it ended.
 
-    The run is called after the environment unless `config.run.name` says how. `resume`: the folder of an earlier run to
-    continue, by `config`'s settings, not the run's: `load_config` reads those. `make_env` and `make_network` are the
-    run's if none are given. `trust_run`: run the code that it names or holds though it came from elsewhere.
+    The run is called after the environment unless `config.run.name` says how. `resume`: the folder or result of an
+    earlier run to continue, by `config`'s settings, not the run's: `load_config` reads those. `make_env` and
+    `make_network` are the run's if none are given. `trust_run`: run the code that it names or holds though it came from
+    elsewhere.
 
     Raises PalaError for a mistake that all ranks see; a script that does not catch it ends with the sentence alone,
     printed once. With several ranks, any other error ends the whole job with its traceback, because the other ranks
@@ -103,18 +105,20 @@ def fit(
     from pala.comm.mpi_process import leave_job, note_spares
     from pala.job import entry
     from pala.job.request import Request
+    from pala.run.run_folder import folder_of
 
     with entry.script() as comm:
         callbacks = Callbacks(on_update, on_interval)
         collectively(comm, lambda: _check_callable(make_env=make_env, make_network=make_network, **callbacks._asdict()))
         config = collectively(comm, lambda: checked(config))
+        folder = None if resume is None else collectively(comm, lambda: folder_of(resume))
         if config.run.spares and comm.outlives_ranks:  # else they are refused
             note_spares()
         request = Request(
             config,
             UserCode(make_env, make_network),
             callbacks,
-            Path(resume) if resume is not None else None,
+            folder,
             facts=entry.facts(),
             trust_run=trust_run,
             conclude=entry.evaluate_and_draw,
@@ -198,7 +202,7 @@ def _with_evaluation(result: Result) -> Result:
     )
 
 
-def load_config(run: str | Path) -> Config:
+def load_config(run: str | PathLike[str]) -> Config:
     """Return the settings that a run was last started with, for `fit(load_config(run), resume=run)`. Raises
     PalaError."""
     from pala.run.run_folder import config_of
@@ -206,7 +210,7 @@ def load_config(run: str | Path) -> Config:
     return config_of(run)
 
 
-def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: bool = False) -> Policy:
+def load_policy(run: str | PathLike[str], seed: int = 0, trust_run: bool = False, best: bool = False) -> Policy:
     """Load the policy of a run, on the CPU and without MPI: `policy.act(observations)` gives actions.
 
     A run that has not completed gives the mean of its ranks' newest checkpoints (`none`: the first's; Gorila: the
@@ -215,11 +219,14 @@ def load_policy(run: str | Path, seed: int = 0, trust_run: bool = False, best: b
     which 100 training episodes had the best mean. Raises PalaError.
     """
     from pala.evaluation.policy import policy_of
+    from pala.evaluation.scoring import check_numbers
+    from pala.run.run_folder import folder_of
 
-    return policy_of(Path(run), seed, trust_run, best)
+    check_numbers(seed=(seed, 0))
+    return policy_of(folder_of(run), seed, trust_run, best)
 
 
-def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> VectorEnv:
+def make_envs(run: str | PathLike[str], num_envs: int = 1, trust_run: bool = False) -> VectorEnv:
     """Make `num_envs` copies of a run's environment as `evaluate_policy` plays it: whole games, cut where it cuts
     them, rewards unclipped. `load_policy(run)` takes their observations.
 
@@ -239,7 +246,7 @@ def make_envs(run: str | Path, num_envs: int = 1, trust_run: bool = False) -> Ve
 
 
 def evaluate_policy(
-    run: str | Path,
+    run: str | PathLike[str],
     episodes: int | None = None,
     num_envs: int | None = None,
     greedy: bool | None = None,

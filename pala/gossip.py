@@ -16,6 +16,8 @@ exchange (`pala/exchange/gossip/exchange.py`), so deaths, staleness and messages
 
 from __future__ import annotations
 
+import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -23,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +46,7 @@ from pala.system.errors import CollectiveError, PalaError
 from pala.system.interrupt import Interrupt, note_on_thread
 from pala.system.launcher import Launch
 from pala.system.output import log, one_sentence_for_mistakes, say_death
+from pala.system.tables import shown
 from pala.system.trace import Trace
 
 State = Mapping[str, Any] | None
@@ -57,8 +60,10 @@ Change = Literal["death", "leave", "heal"]
 class Gossip:
     """Averages a model with those of other ranks while each trains on its own. A context manager, used once.
 
-    Inside the block the model's float32 tensors are views of one flat vector, so optimisers that were made before stay
-    valid. Change tensors in place, as `load_state_dict` does; replacing a tensor or a module of the model is an error.
+    From the block on the model's float32 tensors are views of one flat vector, except those in shared memory, which
+    stay there; optimisers that were made before stay valid. Change tensors in place, as `load_state_dict` does;
+    replacing a tensor or a module of the model is an error.
+
     What travels: all parameters, and the floating-point buffers of `state_dict`, such as BatchNorm's statistics, which
     are never compressed.
     """
@@ -126,6 +131,13 @@ class Gossip:
         by_pairs = RULES[mixing].by_pairs
         self._own_topology = None if isinstance(topology, str) else own_topology(topology, by_pairs)
         self._every = _whole_number("every", every)
+        for name, value, fits, wanted in (
+            ("on_change", on_change, callable(on_change), "a function of (kind, rank)"),
+            ("trace", trace, isinstance(trace, str | os.PathLike), "a folder"),
+            ("comm", comm, isinstance(comm, Communicator), "one that `pala.testing.run_ranks` gives"),
+        ):
+            if value is not None and not fits:
+                raise PalaError(f"Gossip: '{name}' is {shown(value)} but must be {wanted}.")
         self._on_change = on_change
         self._trace_folder = Path(trace or "")
         self._trace: Trace | None = None
@@ -202,7 +214,7 @@ class Gossip:
         settings, kept = self._settings.a2c, (self._loaded or {}).get("movement")
         self._mean_move = torch.zeros_like(flat.learned)
         if kept is not None:
-            if kept.shape != self._mean_move.shape:
+            if not isinstance(kept, Tensor) or kept.shape != self._mean_move.shape:
                 raise PalaError("Gossip: the state that was loaded is of another model.")
             self._mean_move.copy_(kept)
         self._momentum = Momentum(flat.learned, settings.momentum, self._mean_move)
@@ -312,7 +324,7 @@ class Gossip:
         look), or if a tensor or a module was replaced.
         """
         flat = self._inside_block("after_update")
-        _whole_number("steps", steps)
+        steps = _whole_number("steps", steps)
         flat.check()
         if self._is_over():
             self._say_if_late()
@@ -457,8 +469,12 @@ class Gossip:
         ranks begin with the average of the models of those that loaded a state. Not collective. Raises PalaError."""
         if self._flat is not None:
             raise PalaError("Gossip: call 'load_state_dict' before the block.")
-        if not {"global_steps", "round"} <= set(state):
-            raise PalaError(f"Gossip: a state has 'global_steps' and 'round', but this one has {sorted(state)}.")
+        numbers = [state.get(key) for key in ("global_steps", "round")] if isinstance(state, Mapping) else [None]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise PalaError(
+                "Gossip: a state is what `state_dict` returned, with whole numbers as 'global_steps' and 'round', but "
+                f"this one is {shown(state)}."
+            )
         self._loaded = dict(state)
 
 
@@ -492,10 +508,11 @@ def _in_words_of_the_call(error: PalaError) -> str:
     return re.sub(r"'(?:exchange|a2c|run)\.(\w+)'", r"'\1'", str(error)).replace("Config: ", "Gossip: ", 1)
 
 
-def _whole_number(name: str, value: int) -> int:
-    if type(value) is not int or value < 1:
-        raise PalaError(f"Gossip: '{name}' is {value!r} but must be a whole number, 1 or more.")
-    return value
+def _whole_number(name: str, value: SupportsIndex) -> int:
+    """Return a number, numpy's also, as Python's. Raises PalaError if it is not whole, or less than 1."""
+    if not isinstance(value, SupportsIndex) or isinstance(value, bool) or (number := operator.index(value)) < 1:
+        raise PalaError(f"Gossip: '{name}' is {shown(value)} but must be a whole number, 1 or more.")
+    return number
 
 
 def _begin_alike(comm: Communicator, flat: FlatTensors, likeness: object, state: State) -> list[State]:

@@ -57,6 +57,7 @@ from pala.train import Command, parse
 _LONGEST_PAUSE_S = 300.0
 _LEFT_OVER_S = 150.0  # for ranks to end after their mpirun; NFS often holds a dead host's lock for 90 s
 _FUTILE_RESTARTS = 2
+_MOST_RANKS = 100_000
 
 
 # Of Open MPI; the user's own and options in `--mpirun` win. A host that is lost ends the job after 15
@@ -100,6 +101,8 @@ class Supervisor:
                 _tell_of_other_settings(asked, command)
         self._spares = spares = command.config.run.spares
         self.ranks = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
+        if self.ranks > _MOST_RANKS:
+            raise PalaError(f"{self.ranks:,} ranks are asked for, but a job may have at most {_MOST_RANKS:,}.")
         if self.hosts and self.ranks > slots:
             more = f" and {spares} spare{'s' * (spares > 1)}" if spares else ""
             raise PalaError(

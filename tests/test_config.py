@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -294,7 +295,10 @@ def _is_section(field: ast.AnnAssign) -> bool:
         (Config(total_steps=-1), "'total_steps' is -1"),
         (Config(seed=-1), "'seed' is -1"),
         (Config(run=RunConfig(name="../../x")), "'run.name' is '../../x' but must be a plain folder name"),
+        (Config(seed=True), "'seed' is True (bool) but must be of type int"),
+        (Config(env=EnvConfig(wrappers="X")), "must be of type tuple[str, ...], as ['X']"),
         ({"seed": 1}, "is of type 'dict' but must be a pala.Config"),
+        ("pong", "must be a pala.Config; `pala.load_preset('pong')` reads one"),
     ],
 )
 def test_a_mistake_in_python_is_named_as_one_in_a_preset(config, words):
@@ -308,6 +312,13 @@ def test_what_is_right_in_python_stays_as_it_is():
     assert checked(config) == Config(
         total_steps=1000, a2c=A2CConfig(gamma=1.0), network=NetworkConfig(mlp_hidden=(8, 8))
     )
+
+
+def test_numpys_numbers_and_paths_become_pythons():
+    config = Config(seed=np.int64(3), a2c=A2CConfig(gamma=np.float32(0.5)), run=RunConfig(dir=Path("a") / "b"))
+    same = checked(config)
+    assert same == Config(seed=3, a2c=A2CConfig(gamma=0.5), run=RunConfig(dir="a/b"))
+    assert json.loads(json.dumps(to_table(same))) and type(same.seed) is int
 
 
 @pytest.mark.parametrize("text", [f"seed = {'9' * 5000}", f"a = {'[' * 5000}{']' * 5000}"])

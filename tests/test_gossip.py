@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -235,6 +236,15 @@ def test_a_tensor_that_is_replaced_is_an_error() -> None:
 def test_a_mistake_is_one_sentence(model: Any, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(PalaError, match=words):
         Gossip(model, **{"total_steps": 10, **settings})
+
+
+def test_numbers_may_be_numpys() -> None:
+    _, gossip, updates = train(None, total_steps=np.int64(5), every=np.int32(2), seed=np.uint8(3))  # type: ignore[arg-type]
+    assert updates == 5
+    assert type(gossip.global_steps) is int
+    with Gossip(zeros(), total_steps=64) as gossip:
+        gossip.after_update(steps=np.int64(32))  # type: ignore[arg-type]
+        assert type(gossip.global_steps) is int
 
 
 def test_it_is_used_once_and_inside_its_block() -> None:

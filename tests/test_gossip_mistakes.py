@@ -75,7 +75,7 @@ def test_a_tensor_that_is_replaced_or_changes_its_shape(change: Callable[[nn.Lin
         return gossip.global_steps
 
     first, error, last = run_together(3, main)
-    assert isinstance(error, PalaError) and "'weight' of the model has another tensor or shape" in str(error)
+    assert isinstance(error, PalaError) and "'weight' of the model has another tensor, shape or type" in str(error)
     assert first == last >= 200
 
 
@@ -94,6 +94,13 @@ def test_a_module_that_is_replaced_or_added(name: str, change: Callable[[nn.Sequ
         change(model)
         with pytest.raises(PalaError, match=rf"other modules since the block began \({name}\)"):
             gossip.after_update(steps=1)
+
+
+def test_a_tensor_that_is_replaced_is_named_with_its_module() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    with pytest.raises(PalaError, match=r"'0\.weight' of the model"), Gossip(model, total_steps=5) as gossip:
+        model[0].weight = nn.Parameter(torch.zeros(2, 3))
+        gossip.after_update(steps=1)
 
 
 def test_a_bfloat16_tensor_that_changes_its_shape() -> None:
@@ -135,6 +142,10 @@ def test_another_model_or_type_of_settings_on_one_rank() -> None:
         ([tensor := torch.zeros(3), tensor.view(3)], {}, "'tensor 1' and 'tensor 0' .* same memory"),
         (torch.zeros(2, 3), {}, "The model is one tensor: give it in a list"),
         (zeros(), {"every": 0}, "'every' is 0"),
+        (zeros(), {"every": True}, "'every' is True"),
+        (zeros(), {"on_change": 3}, "'on_change' is 3 but must be a function of"),
+        (zeros(), {"trace": 3}, "'trace' is 3 but must be a folder"),
+        (zeros(), {"comm": 3}, "'comm' is 3 but must be one"),
         (zeros(), {"momentum": 1.0}, "momentum"),
         (zeros(), {"topology": 3}, "'topology' is 3, but must be one of 'auto', 'random'"),
         (zeros(), {"topology": "star"}, "^Gossip: 'topology' is 'star'"),

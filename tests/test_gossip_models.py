@@ -84,6 +84,43 @@ def test_types_may_be_mixed(compression: str) -> None:
             assert high.tolist() == pytest.approx([mean] * 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_shared_model_stays_shared(before: bool) -> None:
+    """Who opened it before the block sees what is learned; one that is shared inside the block trains, too."""
+
+    def main(comm: MemoryCommunicator) -> None:
+        model = zeros()
+        if before:
+            model.share_memory()
+        opened = model.get_parameter("weight").detach()
+        with Gossip(model, total_steps=60, momentum=0.5, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                gossip.after_update(steps=1)
+                model.share_memory()
+        weight = model.get_parameter("weight").detach()
+        assert weight.is_shared() and float(weight.sum()) > 0
+        assert not before or opened.equal(weight)
+
+    on_ranks(2, main)
+
+
+def test_a_shared_tensor_is_taken_over_exactly() -> None:
+    tensor = torch.full((2,), 1e8).share_memory_()
+    flat = FlatTensors(*named_tensors([tensor]))
+    tensor.fill_(1.0)
+    flat.gather()
+    assert flat.data.tolist() == [1.0, 1.0] == tensor.tolist()
+
+
+def test_a_tensor_that_becomes_float32_keeps_its_values() -> None:
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    flat = FlatTensors(*named_tensors(model))
+    nn.init.ones_(model.float().weight)
+    flat.gather()
+    assert flat.data.tolist() == [1.0] == model.weight[0].tolist()
+
+
 def test_a_list_of_tensors() -> None:
     def main(comm: MemoryCommunicator) -> list[float]:
         tensors = [torch.full((2,), float(comm.rank)), torch.zeros(3, 1)]
@@ -317,8 +354,23 @@ def test_a_state_is_loaded_alone() -> None:
         with pytest.raises(PalaError, match="before the block"):
             gossip.load_state_dict({})
     assert updates == 3 and gossip.state_dict()["global_steps"] == 10
-    with pytest.raises(PalaError, match="'global_steps' and 'round'"):
-        Gossip(zeros(), total_steps=10).load_state_dict({"global_steps": 7})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        5,
+        {"global_steps": 7},
+        {"global_steps": "x", "round": 0},
+        {"global_steps": -5, "round": 0},
+        {"global_steps": 7, "round": 0, "movement": 3},
+    ],
+)
+def test_what_is_no_state_is_told(state: Any) -> None:
+    gossip = Gossip(zeros(), total_steps=10, momentum=0.5)
+    with pytest.raises(PalaError, match=r"'global_steps' and 'round'|of another model"):
+        gossip.load_state_dict(state)
+        gossip.__enter__()
 
 
 def test_a_model_that_is_not_finite_does_not_begin() -> None:

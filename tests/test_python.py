@@ -72,6 +72,9 @@ pytestmark = pytest.mark.often(
     "test_fit_leaves_a_scripts_random_numbers_as_they_were",
     "test_a_network_may_be_lazy",
     "test_what_is_no_function_is_told",
+    "test_a_result_names_its_run",
+    "test_an_argument_of_another_type_is_told",
+    "test_a_module_that_fails_is_named_with_the_line",
     "test_what_counts_as_false",
 )
 
@@ -325,6 +328,8 @@ def test_a_policy_says_what_it_cannot_take(policy: Any) -> None:
         policy.act(np.zeros(4, complex))
     with pytest.raises(PalaError, match=r"`env.reset\(\)` gives a pair"):
         policy.act((np.zeros(4), {}))
+    with pytest.raises(PalaError, match="hold NaN or infinity"):
+        policy.act(np.array([0.0, np.nan, 0.0, 0.0]))
 
 
 def test_a_policy_takes_what_the_environment_gives(policy: Any) -> None:
@@ -382,6 +387,28 @@ def test_a_policy_is_evaluated_with_the_runs_own_settings(tmp_path: Path) -> Non
     assert (evaluation.episodes, evaluation.num_envs, evaluation.greedy) == (3, 2, False)
     assert pala.evaluate_policy(str(run), episodes=1, greedy=True, seed=1).greedy
     assert torch.get_num_threads() == threads and not (run / "evaluation.json").exists()
+
+
+def test_a_result_names_its_run(tmp_path: Path) -> None:
+    result = Result(make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE)), "completed", 1000, None, True, 0)
+    assert pala.load_config(result) == CARTPOLE
+    assert pala.load_policy(result).act(np.zeros(4)) in (0, 1)
+    assert pala.evaluate_policy(result, episodes=1).episodes == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda run: pala.load_policy(3), "named by its folder or its result, not by 3"),
+        (lambda run: pala.fit(CARTPOLE, resume=3), "named by its folder or its result, not by 3"),
+        (lambda run: pala.load_policy(run, seed="x"), "'seed' is 'x' but must be a whole number"),
+        (lambda run: pala.evaluate_policy(run, episodes="5"), "'episodes' is '5' but must be a whole number"),
+        (lambda run: pala.evaluate_policy(run, seed="x"), "'seed' is 'x' but must be a whole number"),
+    ],
+)
+def test_an_argument_of_another_type_is_told(call: Any, words: str, one_rank: Any, tmp_path: Path) -> None:
+    with pytest.raises(PalaError, match=words):
+        one_rank(lambda: call(make_run(tmp_path / "run", CARTPOLE, network_of(CARTPOLE))))
 
 
 @pytest.mark.parametrize(("vectorization", "algorithm"), [("sync", "a2c"), ("async", "a2c"), ("sync", "gorila")])
@@ -469,7 +496,7 @@ def test_the_environments_of_a_run_give_what_its_policy_takes(
         ended = terminated | truncated
         assert ended.tolist() == [step == length] * 2 or (env.id == "CartPole-v1" and step > length)
     envs.close()
-    with pytest.raises(PalaError, match="'num_envs' is 0 but must be at least 1"):
+    with pytest.raises(PalaError, match="'num_envs' is 0 but must be a whole number, at least 1"):
         pala.make_envs(run, num_envs=0)
 
 
@@ -584,6 +611,7 @@ def test_a_resume_that_is_refused_leaves_the_network_that_the_run_was_made_with(
 
     (refused,) = train(1, configure(tmp_path, steps=400), make_network=other, resume=result.run)
     assert isinstance(refused, CollectiveError) and "is of another network" in str(refused)
+    assert f"environment ({configure(tmp_path).env.id}) and network sizes" in str(refused)
     assert {"run.json", "make_network.txt"} <= before.keys() and files() == before
     lock = threading.Lock()
 
@@ -1124,6 +1152,16 @@ def test_an_id_names_the_module_that_registers_it(tmp_path: Path, monkeypatch: p
         make_envs(EnvConfig("no_such:Corridor-v0"))
     sys.modules.pop("own_environment")  # for good: it registers only when it is imported
     gymnasium.registry.pop("Corridor-v0")
+
+
+@pytest.mark.parametrize(("text", "error"), [("\n1 / 0", "ZeroDivisionError"), ("\nx = (", "SyntaxError")])
+def test_a_module_that_fails_is_named_with_the_line(
+    text: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_module.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PalaError, match=rf"which fails in '.*/failing_module.py', line 2: {error}"):
+        make_envs(EnvConfig("failing_module:Corridor-v0"))
 
 
 def test_an_id_whose_package_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

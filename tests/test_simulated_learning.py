@@ -202,6 +202,7 @@ def test_of_two_options_the_one_that_there_is_not_is_named() -> None:
     ("returns", "words"),
     [
         ({1: [5, 6], 2: [1, 2]}, "The default, 1, learned most: leave"),
+        ({1: [9, 9], 2: [9, 9]}, "No rate learned more than another"),
         ({1: [4, 6], 2: [5, 7], 4: [1, 1]}, "2 learned most, but its trainings and those of the default, 1, overlap"),
         ({1: [1, 2], 2: [5, 7], 4: [1, 1]}, "Train with `--a2c.learning-rate 2`."),
         ({1: [1, 2], 2: [2, 3], 4: [5, 7]}, "learning-rate 4`. It is the highest rate tried: try higher ones."),

@@ -857,6 +857,7 @@ def test_hosts_are_read_from_the_line_or_a_file(text: str, hosts: list[tuple[str
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["-n", "99999999999"], "99,999,999,999 ranks are asked for, but a job may have at most 100,000"),
         (["--host", "a:2,b", "-n", "4"], "'-n 4' is more than the hosts take, 3"),
         (["--host", "a:2,b", "-n", "3", "--spares", "1"], "'-n 3' and 1 spare is more than the hosts take, 3"),
         (["--spares", "1", "--exchange.kind", "allreduce"], "no rank can take another's place"),

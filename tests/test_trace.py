@@ -240,6 +240,12 @@ def test_gossip_in_a_loop_of_ones_own_records_into_a_folder(tmp_path: Path) -> N
     assert before == {path: path.read_bytes() for path in folder.iterdir()}
 
 
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for result in run_ranks(2, lambda comm: loop(comm, tmp_path / "file" / "folder")):
+        assert isinstance(result, CollectiveError) and "No trace can be written into " in str(result)
+
+
 def test_all_ranks_or_none_record(tmp_path: Path) -> None:
     for result in run_ranks(2, lambda comm: loop(comm, tmp_path if comm.rank else None)):
         assert isinstance(result, CollectiveError) and "other settings" in str(result)

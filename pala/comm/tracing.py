@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from pala.comm.agreement import collectively
 from pala.comm.base import Communicator
-from pala.system.errors import PalaError
+from pala.system.errors import PalaError, reason
 from pala.system.trace import Trace, trace_path
 
 _ROUNDS = 16
@@ -54,11 +55,11 @@ def begin_trace(comm: Communicator, folder: Path) -> Trace:
 
 def open_trace(folder: Path, rank: int, host: str, clock: Clock | None) -> Trace:
     """Begin the timeline of one rank. `clock`: None for a rank that cannot compare its own: the time of day is taken
-    for equal on all hosts. Raises OSError, and PalaError if the folder holds a timeline. Not collective."""
-    folder.mkdir(parents=True, exist_ok=True)
+    for equal on all hosts. Raises PalaError if the folder holds a timeline, or none can be written. Not collective."""
     path = trace_path(folder, rank)
     offset_s, error_s = clock if clock is not None else (None, None)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         return Trace(
             path,
             format=1,
@@ -69,7 +70,9 @@ def open_trace(folder: Path, rank: int, host: str, clock: Clock | None) -> Trace
             clock_s=time.perf_counter(),
             unix_s=time.time(),
         )
-    except FileExistsError:
-        raise PalaError(
-            f"'{path}' exists already, and no timeline is written over: name another folder, or move it away."
-        ) from None
+    except OSError as error:
+        if isinstance(error, FileExistsError) and os.path.lexists(path):
+            raise PalaError(
+                f"'{path}' exists already, and no timeline is written over: name another folder, or move it away."
+            ) from None
+        raise PalaError(f"No trace can be written into '{folder}': {reason(error)}.") from None

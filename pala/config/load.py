@@ -34,7 +34,8 @@ def from_table(table: dict[str, Any], source: str) -> Config:
 def checked(config: Config) -> Config:
     """Return a Config made in Python, with every value checked and of its type. Raises PalaError."""
     if not isinstance(config, Config):
-        raise PalaError(f"The configuration is of type '{type(config).__name__}' but must be a pala.Config.")
+        preset = f"; `pala.load_preset({config!r})` reads one" if isinstance(config, str) else ""
+        raise PalaError(f"The configuration is of type '{type(config).__name__}' but must be a pala.Config{preset}.")
     return from_table(to_table(config), source="Config")
 
 

@@ -61,9 +61,12 @@ class Policy:
         instead of a sampled one; of Gorila never a random one. `action_masks`: 1 where an action is allowed and 0 where
         not, [A] or [B, A], as the environment's `info["action_mask"]` (docs/masks_and_memory.md); None: every action is
         allowed. A policy with memory remembers what it saw until `reset`; then and without memory nothing is kept from
-        call to call but the random stream. Raises PalaError for observations or masks of another shape or type.
+        call to call but the random stream. Raises PalaError for observations or masks of another shape or type, and for
+        observations that are not finite.
         """
         batch, is_single = self._batch(observations)
+        if not np.isfinite(batch).all():
+            raise PalaError("Observations hold NaN or infinity, for which no policy was trained.")
         masks = None if action_masks is None else self._masks(action_masks, len(batch), is_single)
         actions = self.actions(batch, masks, greedy)
         return actions[0] if is_single else actions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import statistics
 import time
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from pala.run.provenance import now_utc
 from pala.system.errors import PalaError
 from pala.system.output import log
 from pala.system.seeding import derive
+from pala.system.tables import shown
 from pala.system.text import counted, short_number
 
 _PROGRESS_S = 20.0
@@ -110,10 +112,10 @@ class Acting:
 
 
 def check_numbers(**values: tuple[int, int]) -> None:
-    """Raise PalaError for a named (value, least value) that is too small."""
+    """Raise PalaError for a named (value, least value) that is no whole number, or too small."""
     for name, (value, least) in values.items():
-        if value < least:
-            raise PalaError(f"'{name}' is {value} but must be at least {least}.")
+        if not isinstance(value, numbers.Integral) or value < least:
+            raise PalaError(f"'{name}' is {shown(value)} but must be a whole number, at least {least}.")
 
 
 def evaluate(run: Path, episodes: int, num_envs: int, acting: Acting, timeout_s: float = math.inf) -> Evaluation:

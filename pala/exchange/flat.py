@@ -68,7 +68,8 @@ class FlatTensors:
     """One contiguous float32 vector of a model's tensors. Those of float32 become views of it.
 
     Tensors of fewer bits stay where they are: the vector holds them in float32, and what rounding takes from them. A
-    small move of the exchange, less than their last bit, is thus not lost, but adds up.
+    small move of the exchange, less than their last bit, is thus not lost, but adds up. Tensors in shared memory stay
+    there, too, since other processes may have them open.
     """
 
     def __init__(self, parameters: Named, buffers: Named, owner: nn.Module | None = None) -> None:
@@ -79,7 +80,7 @@ class FlatTensors:
         self.signature = signature_of(named)
         self.data = torch.empty(sum(tensor.numel() for _, tensor in named), device=named[0][1].device)
         self._views: list[tuple[str, Tensor, Tensor]] = []
-        self._rounded: list[tuple[str, Tensor, Tensor]] = []  # and where the vector has them
+        self._copied: list[tuple[str, Tensor, Tensor]] = []  # and where the vector has them
         self._owners = _owners(owner, {id(tensor) for _, tensor in named})
         modules = owner.named_modules() if owner is not None else ()
         self._children = [(name, module._modules, dict(module._modules)) for name, module in modules]
@@ -89,16 +90,13 @@ class FlatTensors:
             is_channels_last = tensor.dim() == 4 and tensor.stride(1) == 1 and tensor.size(1) > 1
             view = shaped(part, tensor.shape, is_channels_last)
             view.copy_(tensor.detach())
-            if tensor.dtype is torch.float32:
+            is_shared = tensor.device.type == "cpu" and tensor.is_shared()
+            if tensor.dtype is torch.float32 and not is_shared:
                 tensor.data = view
                 self._views.append((name, tensor, view))
             else:
-                self._rounded.append((name, tensor, view))
+                self._copied.append((name, tensor, view))
             offset += tensor.numel()
-        self._as_they_were = [
-            *((name, tensor, tensor.shape, view.data_ptr()) for name, tensor, view in self._views),
-            *((name, tensor, tensor.shape, None) for name, tensor, _ in self._rounded),
-        ]
 
     @property
     def learned(self) -> Tensor:
@@ -106,24 +104,30 @@ class FlatTensors:
         return self.data[: len(self.data) - self.num_exact]
 
     def gather(self) -> None:
-        """Take over by how much the tensors of fewer bits have changed since `scatter`."""
-        for _, tensor, inside in self._rounded:
-            inside.add_(tensor.detach().to(torch.float32).sub_(inside.to(tensor.dtype)))
+        """Take over the shared tensors, and by how much those of fewer bits have changed since `scatter`."""
+        for _, tensor, inside in self._copied:
+            if tensor.dtype is torch.float32:
+                inside.copy_(tensor.detach())
+            else:
+                inside.add_(tensor.detach().to(torch.float32).sub_(inside.to(tensor.dtype)))
 
     def scatter(self) -> None:
-        """Round the vector's values into the tensors of fewer bits."""
-        for _, tensor, inside in self._rounded:
+        """Copy the vector's values into the tensors that are no views of it."""
+        for _, tensor, inside in self._copied:
             tensor.detach().copy_(inside)
 
     def check(self) -> None:
         """Raise PalaError if a tensor or a module of the model is no longer the one that is exchanged, or has another
         shape."""
-        for name, tensor, shape, place in self._as_they_were:
-            if tensor.shape != shape or (place is not None and tensor.data_ptr() != place):
+        for name, tensor, view in self._views:
+            if tensor.shape != view.shape or tensor.data_ptr() != view.data_ptr():
                 raise _replaced(name)
-        for tensors, name, tensor in self._owners:
+        for name, tensor, inside in self._copied:
+            if tensor.shape != inside.shape:
+                raise _replaced(name)
+        for module, tensors, name, tensor in self._owners:
             if tensors.get(name) is not tensor:
-                raise _replaced(name)
+                raise _replaced(f"{module}.{name}" if module else name)
         for name, now, before in self._children:
             if now != before:
                 raise _has_other_modules(name, {key for key in now.keys() | before if now.get(key) != before.get(key)})
@@ -134,16 +138,16 @@ class FlatTensors:
 
     def not_finite(self) -> str:
         """Return the name of a tensor for which the vector holds NaN or infinity; "" if there is none."""
-        named = [*self._views, *self._rounded]
+        named = [*self._views, *self._copied]
         return next((name for name, _, inside in named if not bool(inside.isfinite().all())), "")
 
 
-def _owners(owner: nn.Module | None, ids: set[int]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Return in which module's table and under which name each of these tensors lies."""
-    modules = owner.modules() if owner is not None else ()
+def _owners(owner: nn.Module | None, ids: set[int]) -> list[tuple[str, dict[str, Any], str, Tensor]]:
+    """Return of which module, in which of its tables and under which name each of these tensors lies."""
+    modules = owner.named_modules() if owner is not None else ()
     return [
-        (tensors, name, tensor)
-        for module in modules
+        (path, tensors, name, tensor)
+        for path, module in modules
         for tensors in (module._parameters, module._buffers)  # a look here takes a tenth of one at `module.name`
         for name, tensor in tensors.items()
         if tensor is not None and id(tensor) in ids
@@ -152,7 +156,7 @@ def _owners(owner: nn.Module | None, ids: set[int]) -> list[tuple[dict[str, Any]
 
 def _replaced(name: str) -> PalaError:
     return PalaError(
-        f"'{name}' of the model has another tensor or shape since the block began, so it would not be exchanged. "
+        f"'{name}' of the model has another tensor, shape or type since the block began, so it would not be exchanged. "
         "Change it in place: `with torch.no_grad(): parameter.copy_(...)`."
     )
 

@@ -37,6 +37,10 @@ class Result:
     outcomes: dict[str, str] = field(default_factory=dict)
     """Outcome of the evaluation and of the learning curve: "done", or why not, as in `run.json`."""
 
+    def __fspath__(self) -> str:
+        """Return the run's folder: wherever PALA takes a run, its result will do."""
+        return str(self.run)
+
     @property
     def departs(self) -> bool:
         """Whether this rank's process is to end at once: the others continue, or end, without it."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pala.run import run_folder
 from pala.run.tensor_file import header_of, pack, unpack
 from pala.system.errors import PalaError
 from pala.system.files import sync_folder, write_atomically
@@ -250,10 +251,20 @@ def read_rank(path: Path, signature: int) -> RankState:
     state = _state_of(path, header, {k: v for k, v in tensors.items() if not k.startswith(_STREAM)}, streams)
     if state.signature != signature:
         raise AnotherNetworkError(
-            f"Checkpoint '{path}' is of another network; resume with the algorithm, environment and network sizes "
-            "that it was made with, and if the network is your own and draws its buffers from torch, with its seed."
+            f"Checkpoint '{path}' is of another network; resume with the algorithm, environment{_made_with(path)} and "
+            "network sizes that it was made with, and if the network is your own and draws its buffers from torch, "
+            "with its seed."
         )
     return state
+
+
+def _made_with(path: Path) -> str:
+    """Return the environment of a checkpoint's run in brackets; empty if its record does not name it."""
+    with contextlib.suppress(PalaError):
+        record = run_folder.read(path.parent.parent.parent)
+        if not run_folder.from_python(record["segments"][-1]).environment:
+            return f" ({run_folder.config_of(path, record).env.id})"
+    return ""
 
 
 def _read_head(path: Path) -> RankState:

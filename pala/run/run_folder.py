@@ -17,7 +17,7 @@ from pala.run.lock import LOCK, cannot_be_made, is_locked
 from pala.run.provenance import now_utc
 from pala.system.errors import PalaError, SaveError, reason
 from pala.system.files import dated, read_json, refuse_links, write_json
-from pala.system.tables import flatten, merged
+from pala.system.tables import flatten, merged, shown
 
 POLICY, BEST_POLICY = "policy.safetensors", "best_policy.safetensors"
 CODE_ENDINGS = ("txt", "pkl")  # of a factory's name, and of a pickled one (`user_code.py`)
@@ -103,7 +103,7 @@ def taken(path: Path) -> PalaError:
     """Return why a new run cannot be made there."""
     other = "move it away: it holds no run to resume"
     if (path / "run.json").exists():
-        other = f"continue it by `--resume {shlex.quote(str(path))}`"
+        other = f"continue it by `--resume {shlex.quote(str(path))}`, in Python `resume=`"
     return PalaError(
         f"Run folder '{path}' exists already; nothing is written over. Choose another 'run.name', or {other}."
     )
@@ -185,13 +185,20 @@ def last_written_s(run: Path) -> float:
     return 0.0
 
 
-def read(path: str | Path) -> dict[str, Any]:
+def folder_of(run: str | os.PathLike[str]) -> Path:
+    """Return the folder of a run, which its user has named. Raises PalaError if that is no path."""
+    if not isinstance(run, str | os.PathLike):
+        raise PalaError(f"A run is named by its folder or its result, not by {shown(run)}.")
+    return Path(run)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the record of a run. Raises PalaError if the folder is not a run's or the record is none."""
-    file = Path(path) / "run.json"
+    file = folder_of(path) / "run.json"
     try:
         record = read_json(file)
     except FileNotFoundError:
-        raise PalaError(f"'{path}' is not a run's folder: {_instead(Path(path))}.") from None
+        raise PalaError(f"'{file.parent}' is not a run's folder: {_instead(file.parent)}.") from None
     if (fault := _fault(record)) is not None:
         raise PalaError(f"'{file}' is not a run's record: {fault}.")
     return record
@@ -238,7 +245,7 @@ _SEGMENT: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def config_of(path: str | Path, record: dict[str, Any] | None = None) -> Config:
+def config_of(path: str | os.PathLike[str], record: dict[str, Any] | None = None) -> Config:
     """Return the configuration that a run was made with: with those settings named that its PALA did not have, or had
     another default of, and without those that are gone. `record`: the run's record, if it has been read."""
     table = merged(_EARLIER_DEFAULTS, (record or read(path))["config"])

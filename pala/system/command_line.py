@@ -19,7 +19,7 @@ import tyro
 from pala.system.errors import PalaError, nearest, reason
 from pala.system.interrupt import raising_at_signals
 from pala.system.launcher import speaks
-from pala.system.output import log, open_closed_streams, print_result
+from pala.system.output import check_printed, log, open_closed_streams, print_result
 from pala.system.search_path import refuse_deleted_folder
 
 C = TypeVar("C")
@@ -121,6 +121,7 @@ def exit_on_mistake(*mistakes: type[Exception]) -> Iterator[None]:
     with raising_at_signals() as came:
         try:
             yield
+            check_printed()
         except expected as error:
             log(f"pala: error: {reason(error)}")
             sys.exit(2)

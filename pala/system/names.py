@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+import traceback
 from types import ModuleType
 from typing import Any
 
@@ -71,10 +72,15 @@ def import_named(text: str, source: str) -> Any:
 def import_module(module: str, source: str) -> ModuleType:
     """Import the module that a file or key, `source`, names; it is trusted. Raises PalaError."""
     find_own_modules()
+    what = f"{source} names the module '{module}', which"
     try:
         return importlib.import_module(module)
+    except ImportError as error:
+        raise cannot_be_loaded(what, error) from error
     except Exception as error:  # it is the user's code: anything may happen
-        raise cannot_be_loaded(f"{source} names the module '{module}', which", error) from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (last.filename, last.lineno)
+        raise PalaError(f"{what} fails in '{file}', line {line}: {type(error).__name__}: {error}.") from error
 
 
 def cannot_be_loaded(what: str, error: Exception) -> PalaError:

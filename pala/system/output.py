@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from types import TracebackType
 
-from pala.system.errors import CollectiveError, PalaError
+from pala.system.errors import CollectiveError, PalaError, reason
 from pala.system.launcher import Launch, speaks
 
 SUPERVISED, ANNOUNCEMENT = "PALA_SUPERVISED", "pala-announcement:"
@@ -63,6 +63,15 @@ def say_death(rank: int, dead: int, num_living: int, host: str = "") -> None:
     log(f"[rank {rank}] rank {dead}{f' on {host}' if host else ''} has died; {num_living} continue.")
 
 
+_lost: list[str] = []  # why results could not be printed
+
+
+def check_printed() -> None:
+    """Raise PalaError if results could not be printed, other than to a reader that is gone."""
+    if _lost:
+        raise PalaError(f"Not all results could be printed: {_lost[0]}.")
+
+
 def print_result(message: str) -> None:
     """Print lines to standard output, at once.
 
@@ -75,7 +84,9 @@ def print_result(message: str) -> None:
         except UnicodeEncodeError:  # in an ASCII or Latin-1 locale
             encoding = sys.stdout.encoding
             print(message.encode(encoding, "replace").decode(encoding), flush=True)
-    except OSError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            _lost.append(reason(error))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer would fail again at the end
 
 

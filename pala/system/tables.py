@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import numbers
+import os
 import reprlib
 import types
 import typing
@@ -71,7 +73,8 @@ def _build(cls: Any, table: dict[str, Any], source: str, prefix: str, known: lis
 
 
 def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> Any:
-    """Return `value` as the annotated type. An int is accepted for a float; nothing else is coerced."""
+    """Return `value` as the annotated type. An int is accepted for a float, numpy's numbers for Python's, a path for
+    its text; nothing else is coerced."""
     if dataclasses.is_dataclass(hint):
         if isinstance(value, dict):
             return _build(hint, value, source, key + ".", known)
@@ -94,12 +97,18 @@ def _convert(value: Any, hint: Any, source: str, key: str, known: list[str]) -> 
         if arguments[-1] is not Ellipsis and len(value) != len(arguments):
             raise PalaError(f"{source}: '{key}' needs {len(arguments)} values, not {shown(value)}.")
         return tuple(_convert(item, inner, source, key, known) for item in value)
+    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**1023:
         return float(value)
+    if hint is str and isinstance(value, os.PathLike):
+        return os.fsdecode(value)
     is_class = origin is None and isinstance(hint, type)
     if is_class and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     wanted = hint.__name__ if is_class else str(hint)
+    if origin is tuple and isinstance(value, str):
+        wanted += f", as [{value!r}]"
     raise PalaError(f"{source}: '{key}' is {shown(value)} ({type(value).__name__}) but must be of type {wanted}.")
 
 

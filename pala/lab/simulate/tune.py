@@ -103,6 +103,8 @@ def advice(rows: list[_Row], auto: float) -> str:
     rates = [rate for rate, _ in rows]
     if statistics.fmean(best[1]) == -math.inf:
         return f"No rate learned: each ruined a training. Try lower `--rates` than {min(rates):g}."
+    if len(rates) > 1 and len({statistics.fmean(returns) for _, returns in rows}) == 1:
+        return "No rate learned more than another: raise `--total-steps`, or leave `a2c.learning_rate` alone."
     of_auto = next(returns for rate, returns in rows if rate == auto)
     if best[0] == auto:
         return f"The default, {auto:g}, learned most: leave `a2c.learning_rate` alone."
