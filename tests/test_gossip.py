@@ -295,6 +295,8 @@ def train():
         while gossip.goes_on:
             if what == "all fail":
                 raise ValueError("of all")
+            if what == "die between" and gossip.rank == 1:
+                os.kill(os.getpid(), 9)
             gossip.after_update(steps=10)
     return gossip.rank
 def processor_s(pid):
@@ -321,9 +323,10 @@ if what.endswith(("between", "before")):
 ULFM = ["--with-ft", "ulfm"]
 
 
-def end(launcher: Launcher, options: list[str], what: str, cwd: Path) -> Job:
+def end(launcher: Launcher, options: list[str], what: str, cwd: Path, ranks: int = 2) -> Job:
     (cwd / "ending.py").write_text(ENDING)
-    return launcher.start(*options, "-np", "2", str(launcher.folder / "python"), "ending.py", what, cwd=cwd).wait(90)
+    words = ["-np", str(ranks), str(launcher.folder / "python"), "ending.py", what]
+    return launcher.start(*options, *words, cwd=cwd).wait(90)
 
 
 @pytest.mark.mpi
@@ -354,6 +357,16 @@ def test_an_error_of_all_ranks_is_seen_in_the_status(any_mpi: Launcher, tmp_path
     """Each took the other to continue, and ended as by a death, which mpirun forgives."""
     done = end(any_mpi, ULFM, "all fail", tmp_path)
     assert done.status == 1 and done.output.count("ValueError: of all") == 2, done.output
+    assert_all_end(tmp_path)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_block_after_a_death_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
+    """All find it in the same moment; when all of them aborted at once, mpirun hung."""
+    done = end(any_mpi, ULFM, "die between", tmp_path, ranks=3)
+    assert done.status == 1 and "pala: error: rank 0: another rank died" in done.output, done.output
+    assert done.output.count("MPI_ABORT was invoked") == 1 and "sent help message" not in done.output, done.output
     assert_all_end(tmp_path)
 
 

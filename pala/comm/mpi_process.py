@@ -288,6 +288,7 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         log(f"pala: error: {error}")
     elif is_death(error):
         log(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
+        _let_lower_ranks_abort(comm)
         _end_job(comm, 1)
     elif isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in _FULL):
         why, mend = reason(error), "make room" if error.errno in _FULL else "mend that"
