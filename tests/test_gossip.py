@@ -28,7 +28,7 @@ from pala.testing.faults import fail_at_message
 from pala.testing.memory import MemoryCommunicator, run_ranks
 from support import REPOSITORY
 from support.gossip_loops import add, on_ranks, run_together, train, zeros
-from support.mpi import Launcher
+from support.mpi import Job, Launcher, assert_all_end
 
 
 def network() -> nn.Module:
@@ -295,6 +295,89 @@ def test_an_error_of_one_real_rank_ends_the_job_with_its_traceback(any_mpi: Laun
     assert done.status != 0 and "ValueError: of the user's" in done.output and "pala: rank 1 failed" in done.output
     done = any_mpi.script(2, SCRIPT, tmp_path, "fail at the start")
     assert done.status != 0 and "ZeroDivisionError" in done.output and "pala: rank 1 failed" in done.output
+
+
+ENDING = """
+import os, sys, time, torch, pala
+what, model = sys.argv[1], torch.nn.Linear(2, 2)
+def train():
+    with pala.Gossip(model, total_steps=300) as gossip:
+        while gossip.goes_on:
+            if what == "all fail":
+                raise ValueError("of all")
+            if what == "die between" and gossip.rank == 1:
+                os.kill(os.getpid(), 9)
+            gossip.after_update(steps=10)
+    return gossip.rank
+def processor_s(pid):
+    return sum(map(int, open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+rank = train()
+open(f"pid-{rank}.part", "w").write(str(os.getpid()))
+os.rename(f"pid-{rank}.part", f"pid-{rank}")
+if what == "evaluate" and rank == 0:
+    while not os.path.exists("pid-1"):
+        time.sleep(0.1)
+    pid = int(open("pid-1").read())
+    time.sleep(1)
+    before_s = processor_s(pid)
+    time.sleep(2)
+    print("the other one", "spins" if processor_s(pid) - before_s > 1 else "sleeps", flush=True)
+if what == "fail between" and rank == 1:
+    raise ValueError("of one")
+if what == "end before" and rank == 1:
+    sys.exit()
+if what.endswith(("between", "before")):
+    train()
+    print("trained twice")
+"""
+ULFM = ["--with-ft", "ulfm"]
+
+
+def end(launcher: Launcher, options: list[str], what: str, cwd: Path, ranks: int = 2) -> Job:
+    (cwd / "ending.py").write_text(ENDING)
+    words = ["-np", str(ranks), str(launcher.folder / "python"), "ending.py", what]
+    return launcher.start(*options, *words, cwd=cwd).wait(90)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["fail between", "end before"])
+def test_a_rank_that_ends_before_a_block_of_the_others_ends_the_job(what: str, mpi: Launcher, tmp_path: Path) -> None:
+    """All waited forever: it for the end of the others, and these for it."""
+    for options in [[], ULFM] if mpi.name == "openmpi" else [[]]:
+        done = end(mpi, options, what, tmp_path)
+        assert done.status != 0 and "trained twice" not in done.output, done.output
+        assert "[rank 1] the program has ended here, but rank 0 came to another block" in done.output, done.output
+        assert done.output.count("ValueError: of one") == (what == "fail between"), done.output
+        assert_all_end(tmp_path)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_rank_sleeps_at_its_end_while_another_evaluates(mpi: Launcher, tmp_path: Path) -> None:
+    for options in [[], ULFM] if mpi.name == "openmpi" else [[]]:
+        done = end(mpi, options, "evaluate", tmp_path)
+        assert done.status == 0 and "the other one sleeps" in done.output, done.output
+        (tmp_path / "pid-1").unlink()
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_an_error_of_all_ranks_is_seen_in_the_status(any_mpi: Launcher, tmp_path: Path) -> None:
+    """Each took the other to continue, and ended as by a death, which mpirun forgives."""
+    done = end(any_mpi, ULFM, "all fail", tmp_path)
+    assert done.status == 1 and done.output.count("ValueError: of all") == 2, done.output
+    assert_all_end(tmp_path)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_block_after_a_death_ends_the_job(any_mpi: Launcher, tmp_path: Path) -> None:
+    """All find it in the same moment; when all of them aborted at once, mpirun hung."""
+    done = end(any_mpi, ULFM, "die between", tmp_path, ranks=3)
+    assert done.status == 1 and "pala: error: rank 0: another rank died" in done.output, done.output
+    assert done.output.count("MPI_ABORT was invoked") == 1 and "sent help message" not in done.output, done.output
+    assert_all_end(tmp_path)
 
 
 LARGE = """

@@ -388,6 +388,18 @@ def test_a_launcher_that_ignores_signals_is_killed_with_the_programs_that_it_use
 
 
 @pytest.mark.parametrize("hears", [False, True])
+def test_a_job_hears_that_what_has_started_it_was_killed(there: Path, hears: bool) -> None:
+    starts = (
+        "import os, signal; from pala.system.jobs import MpiJob\n"
+        f"MpiJob(['sleep', '60'], os.environ, hears_sigterm={hears})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    assert subprocess.run([sys.executable, "-c", starts], env=environment).returncode == -signal.SIGKILL
+    wait_for(lambda: processes_in(there) == [os.getpid()], 30, "the job's end")
+
+
+@pytest.mark.parametrize("hears", [False, True])
 def test_a_job_hears_a_schedulers_signal_only_if_it_is_to(there: Path, hears: bool) -> None:
     with job_of("sleep", "60", hears_sigterm=hears) as job:
         assert job.end(signal.SIGTERM, patience_s=60.0 if hears else 0.3) == hears

@@ -339,6 +339,26 @@ def test_a_forked_child_of_a_program_ends_as_it_would() -> None:
     assert not came and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_forked_child_ends_as_if_nothing_was_caught(number: signal.Signals) -> None:
+    """As an environment's, which looks at no `Interrupt`. mpirun sends it SIGUSR1 as well, which is for the rank."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest's may be ignored
+    try:
+        with Interrupt().installed() as outer, Interrupt().installed() as interrupt, interrupt.raised_at_once():
+            child = os.fork()
+            if child == 0:
+                try:
+                    signal.raise_signal(number)
+                except KeyboardInterrupt:
+                    os._exit(7)
+                os._exit(0)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status == {signal.SIGINT: 7, signal.SIGUSR1: 0}.get(number, -number)
+            assert outer.signal is None and interrupt.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_come_back_after_an_error():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ZeroDivisionError), Interrupt().installed():

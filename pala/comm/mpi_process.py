@@ -22,15 +22,22 @@ from pala.system.errors import CollectiveError, EndError, PalaError, SaveError, 
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.launcher import Launch, can_survive, left_over, rank_above, speaks
 from pala.system.output import log
+from pala.system.text import named
 from pala.system.waiting import wait_asleep
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from pala.comm.mpi import MpiCommunicator
+    from pala.comm.roll_call import RollCall
 
 _had_spares = _has_checked_reach = False
+_ending: MPI.Comm | None = None  # all ranks, for the end of a script where no rank outlives another
 _FINALIZE_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, or a share of it
 _ABORT_STAGGER_S, _MOST_STAGGERS = 0.5, 10
+_LAST_S = 2.0  # for the lowest rank to see whether all others fail, too
+_POLL_S = 0.05
 _READ_S = 0.5  # when a rank aborts, MPICH's launcher drops what it has not read by then, as the error message
 
 
@@ -52,6 +59,7 @@ def start_mpi_or_exit() -> MpiCommunicator:
 
 def start_mpi() -> MpiCommunicator:
     """Initialise MPI, if that is still to be done, and return all ranks of the job. Raises PalaError."""
+    global _ending
     mpi4py.rc.initialize = mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
@@ -87,6 +95,8 @@ def start_mpi() -> MpiCommunicator:
 
     comm = MpiCommunicator(MPI.COMM_WORLD)
     _check_reach_once(comm)
+    if not can_survive() and _ending is None:
+        _ending = comm.mpi.Dup()
     return comm
 
 
@@ -154,16 +164,49 @@ def _check_reach_once(comm: MpiCommunicator) -> None:
 
 
 def _finalize_at_exit() -> None:
-    """Finalize MPI when a script's own rank ends; `pala.train` ends by `close_mpi`, where it says why not always."""
+    """End MPI when a script's own rank ends, well or by an error, as soon as all do; `pala.train` ends by `close_mpi`,
+    which says why they come together asleep. One may evaluate or save for hours meanwhile, so the wait has no limit;
+    but if another rank waits for this one, which has made fewer trainings, the job ends."""
     from mpi4py import MPI
 
     from pala.comm.mpi import MpiCommunicator
     from pala.comm.roll_call import roll_call_of
+    from pala.comm.ulfm import Barrier
 
-    if not MPI.Is_finalized() and not _had_spares and MpiCommunicator(MPI.COMM_WORLD).num_dead == 0:
-        if not can_survive():
-            roll_call_of(MPI.COMM_WORLD).take_rest()
-        MPI.Finalize()
+    if MPI.Is_finalized() or _had_spares:
+        return
+    comm, roll_call = MpiCommunicator(MPI.COMM_WORLD), roll_call_of(MPI.COMM_WORLD)
+    barrier = Barrier(_ending or comm.mpi)  # of its own, since others may be in a barrier of their next training
+
+    def all_end() -> bool:
+        if waiting := roll_call.ahead():
+            _end_before_others(comm, waiting)
+        return barrier.done()
+
+    wait_asleep(all_end, None, Interrupt(), _POLL_S)
+    if comm.num_dead == 0:
+        _finalize(roll_call)
+
+
+def _end_before_others(comm: MpiCommunicator, waiting: Sequence[int]) -> NoReturn:
+    """End the job, whose other ranks wait for this one in vain."""
+    _let_lower_ranks_abort(comm)
+    log(
+        f"pala: error: [rank {comm.rank}] the program has ended here, but {named(waiting)} came to another block of "
+        "`pala.Gossip` or call of `pala.fit`, which needs all ranks. The job ends."
+    )
+    _end_job(comm, 1)
+
+
+def _finalize(roll_call: RollCall) -> None:
+    """Call MPI_Finalize, on all ranks at a time. A rank may still die now: then this one does not wait forever."""
+    from mpi4py import MPI
+
+    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True, file=2)  # a script may have closed `sys.stderr`
+    if not can_survive():
+        roll_call.take_rest()
+    MPI.Finalize()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def note_spares() -> None:
@@ -209,8 +252,6 @@ def close_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
     rank does not come, the job ends. MPI_Finalize can wait for the dead forever (seen with Open MPI 5.0.11), so after
     a death no rank calls it. Nor does it without `finalize`: spares have ended before, and not every rank may know.
     """
-    from mpi4py import MPI
-
     from pala.comm.roll_call import roll_call_of
     from pala.comm.ulfm import Barrier
 
@@ -221,11 +262,7 @@ def close_mpi(comm: MpiCommunicator, finalize: bool = True) -> Callable[[int], N
         return lambda status: _exit_at_once(status or 1)
     if comm.num_dead > 0 or not finalize:
         return _exit_at_once
-    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)  # a rank may still die now
-    if not can_survive():
-        roll_call_of(comm.mpi).take_rest()
-    MPI.Finalize()
-    faulthandler.cancel_dump_traceback_later()
+    _finalize(roll_call_of(comm.mpi))
     return sys.exit
 
 
@@ -251,6 +288,7 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         log(f"pala: error: {error}")
     elif is_death(error):
         log(f"pala: error: rank {comm.rank}: another rank died while the job was starting or ending; start it again.")
+        _let_lower_ranks_abort(comm)
         _end_job(comm, 1)
     elif isinstance(error, SaveError) or (isinstance(error, OSError) and error.errno in _FULL):
         why, mend = reason(error), "make room" if error.errno in _FULL else "mend that"
@@ -258,12 +296,33 @@ def abort(comm: MpiCommunicator, error: BaseException) -> NoReturn:
         log(f"pala: error: rank {comm.rank}: {why}. What was written before is kept: {mend}, {then}.")
     elif not isinstance(error, KeyboardInterrupt):
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        log(f"pala: rank {comm.rank} failed; {'the job ends' if comm.is_alone() else 'the others continue'}.\n{text}")
-    if not isinstance(error, (EndError, KeyboardInterrupt)) and not comm.is_alone():
+        what = "the job ends" if comm.is_alone() else "ranks that have not failed continue"
+        log(f"pala: rank {comm.rank} failed; {what}.\n{text}")
+    if not isinstance(error, (EndError, KeyboardInterrupt)) and not _is_last(comm):
         os.kill(os.getpid(), signal.SIGKILL)  # a death; an exit with another status than 0 would end the job
-    if isinstance(error, EndError):  # several ranks have it: when two aborted at once, mpirun hung (Open MPI 5.0.11)
-        time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
+    if isinstance(error, EndError):  # several ranks have it
+        _let_lower_ranks_abort(comm)
     _end_job(comm, status)
+
+
+def _is_last(comm: MpiCommunicator) -> bool:
+    """Return True if the job ends with this rank, which fails. The lowest that lives looks for a while whether all
+    others fail, too: if each took another to continue and killed itself, mpirun would end with status 0."""
+    if comm.is_alone():
+        return True
+    deaths, until_s = comm.deaths(), time.monotonic() + _LAST_S
+    while True:
+        deaths.look()
+        others = set(range(comm.size)) - deaths.ranks - {comm.rank}
+        if not others or comm.rank > min(others) or time.monotonic() > until_s:
+            return not others
+        time.sleep(_POLL_S)
+
+
+def _let_lower_ranks_abort(comm: MpiCommunicator) -> None:
+    """Give lower ranks, which may have the same error, the time to end the job: when two aborted at once, mpirun hung
+    (Open MPI 5.0.11)."""
+    time.sleep(_ABORT_STAGGER_S * min(comm.rank, _MOST_STAGGERS))
 
 
 def _end_job(comm: MpiCommunicator, status: int) -> NoReturn:

@@ -53,6 +53,18 @@ class RollCall:
 
     def missing(self) -> list[int]:
         """Return the ranks that have not told that they wait; none if this rank is not told."""
+        self._hear()
+        if self.rank >= _MOST_TOLD:
+            return []
+        return [rank for rank in range(self._comm.size) if not self._waits(rank) and rank != self.rank]
+
+    def ahead(self) -> list[int]:
+        """Return the ranks that have told that they wait in a barrier to which this one has not come."""
+        self._hear()
+        return sorted(rank for rank, number in self._reached.items() if number > self._number)
+
+    def _hear(self) -> None:
+        """Receive what other ranks have told."""
         number = bytearray(_NUMBER_BYTES)
         for rank in range(self._comm.size):
             with suppress(MPI.Exception):  # of a rank that is dead
@@ -60,9 +72,6 @@ class RollCall:
                     self._comm.Recv(number, rank, _TAG)
                     self._taken[rank] += 1
                     self._reached[rank] = int.from_bytes(number, "little")
-        if self.rank >= _MOST_TOLD:
-            return []
-        return [rank for rank in range(self._comm.size) if not self._waits(rank) and rank != self.rank]
 
     def take_rest(self) -> None:
         """Receive what other ranks have told and this one has not read: MPICH fails to end with messages that nobody

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from pala.system.output import log
 
@@ -34,9 +35,16 @@ class Interrupt:
         self.leave_requested = False
         self._raises = False
         self._since_s = 0.0
+        self._owner = 0  # the process whose signals are caught
+        self._before: dict[signal.Signals, Any] = {}  # the handlers
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if os.getpid() != self._owner:  # a fork, as an environment's, which does not look at `signal`
+            if number not in (signal.SIGUSR1, LEAVE):  # mpirun sends a rank's forks what it passes on to the rank
+                signal.signal(number, self._before[signal.Signals(number)])
+                signal.raise_signal(number)
+            return
         if number == LEAVE:
             self.leave_requested = True
             return
@@ -66,6 +74,8 @@ class Interrupt:
             yield self
             return
         caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
+        self._owner = os.getpid()
+        self._before = {number: signal.getsignal(number) or signal.SIG_DFL for number in caught}
         previous = [signal.signal(number, self._on_signal) for number in caught]
         _caught.update(dict.fromkeys(caught, self._on_signal))
         self.leave_requested |= _take_early_leave()

@@ -15,11 +15,13 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from pala.system.errors import PalaError
 from pala.system.interrupt import LEAVE
+from pala.system.launcher import die_with_parent
 
 LOOK_S = 5.0  # a job is looked at so often
 _TAIL_LINES = 25
@@ -99,12 +101,20 @@ class MpiJob:
         hears_sigterm: bool = False,
     ) -> None:
         """Start it. Hide SIGUSR2 from it, which is for one rank; and, unless `hears_sigterm`, that signal: schedulers
-        send it to every process of a job.
+        send it to every process of a job. If this process is killed, the launcher hears of it by the signal that ends
+        such a job.
 
         Raises OSError."""
+        end = signal.SIGTERM if hears_sigterm else signal.SIGUSR1
         with _blocked([LEAVE] if hears_sigterm else [LEAVE, signal.SIGTERM]):
             self.launcher = subprocess.Popen(
-                words, stdout=stdout, stderr=stderr, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+                words,
+                stdout=stdout,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment,
+                preexec_fn=partial(die_with_parent, end),
             )
 
     def send_signal(self, number: int) -> None:

@@ -89,10 +89,13 @@ def outlives_ranks(environment: Mapping[str, str]) -> bool:
     return environment.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread ends that started it."""
+_LIBC = ctypes.CDLL(None)
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel kill this process, or send it this signal, when the thread ends that started it."""
     parent_death_signal = 1
-    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+    _LIBC.prctl(parent_death_signal, number)
 
 
 def die_with_launcher() -> None:
