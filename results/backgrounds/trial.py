@@ -1,6 +1,7 @@
-"""One training of one rank by the defaults, with a value that counts as black: which filters live, and what it learns.
+"""A training by the defaults, with a value that counts as black: which filters live on a rank, and what is learned.
 
-python results/backgrounds/trial.py --game Pong --black 87 --seed 1      # appends a line to trials.jsonl
+python results/backgrounds/trial.py --game Pong --black 87 --seed 1      # one rank; appends a line to trials.jsonl
+mpirun -np 2 python results/backgrounds/trial.py --kind allreduce        # two
 python results/backgrounds/trial.py --report > results/backgrounds/table.md
 """
 
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pala
-from pala.config import A2CConfig, EnvConfig, EvaluationConfig, RunConfig
+from pala.config import A2CConfig, EnvConfig, EvaluationConfig, ExchangeConfig, RunConfig
 from pala.networks import network
 from pala.networks.conv_tape import ConvTape
 from pala.run.provenance import provenance
@@ -39,7 +40,7 @@ def watched(looks: list[list[int]]) -> Any:
     return look_and_go_back
 
 
-def train(game: str, black: float, seed: int, steps: int, rate: float) -> None:
+def train(game: str, black: float, seed: int, steps: int, rate: float, kind: Any) -> None:
     """Train, and append what came of it."""
     looks: list[list[int]] = []
     facts = provenance()
@@ -51,15 +52,19 @@ def train(game: str, black: float, seed: int, steps: int, rate: float) -> None:
             seed=seed,
             env=EnvConfig(f"ALE/{game}-v5"),
             a2c=A2CConfig(learning_rate=rate),
+            exchange=ExchangeConfig(kind=kind),
             evaluation=EvaluationConfig(episodes=0),
-            run=RunConfig(name=f"{game}-black{black:g}-{rate:g}-{seed}", threads=1),
+            run=RunConfig(name=f"{game}-{kind}-black{black:g}-{rate:g}-{seed}", threads=1),
         )
     )
-    with (result.run / "metrics" / "rank-0000.jsonl").open() as lines:
-        records = [json.loads(line) for line in lines]
-    returns = [record["return"] for record in records if record["type"] == "episode"]
+    if not result.leads:
+        return
+    files = sorted((result.run / "metrics").glob("rank-*.jsonl"))
+    records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    episodes = sorted((r for r in records if r["type"] == "episode"), key=lambda r: r["global_steps"])
+    returns = [episode["return"] for episode in episodes]
     line = {
-        "game": game, "black": black, "rate": rate, "seed": seed, "steps": steps,
+        "ranks": len(files), "kind": kind, "game": game, "black": black, "rate": rate, "seed": seed, "steps": steps,
         "filters": looks, "returns": returns,
         **{key: facts[key] for key in ("git_commit", "versions", "cpu")},
     }  # fmt: skip
@@ -70,16 +75,28 @@ def train(game: str, black: float, seed: int, steps: int, rate: float) -> None:
 def report() -> None:
     """Print a line for each training."""
     lines = [json.loads(line) for line in TRIALS.read_text().splitlines()]
-    lines.sort(key=lambda line: (line["game"], line["rate"], line["black"], line["seed"]))
-    header = ["game", "rate", "black", "seed", "steps", "living filters of 32, 64, 32", "all returns", "the last 60"]
-    rows = [
-        [
-            line["game"], f"{line['rate']:g}", f"{line['black']:g}", str(line["seed"]), f"{line['steps']:,}",
-            ", ".join(map(str, line["filters"][-1][1:])),
-            f"{statistics.mean(line['returns']):.1f}", f"{statistics.mean(line['returns'][-EPISODES:]):.1f}",
-        ]
-        for line in lines
-    ]  # fmt: skip
+    for line in lines:
+        line.setdefault("ranks", 1)  # the first lines do not name them
+        line.setdefault("kind", "gossip")
+    lines.sort(key=lambda line: [line[key] for key in ("ranks", "kind", "game", "rate", "black", "seed")])
+    header = [
+        "ranks",
+        "exchange",
+        "game",
+        "rate",
+        "black",
+        "seed",
+        "steps",
+        "living filters of 32, 64, 32",
+        "all returns",
+        "the last 60",
+    ]
+    rows = []
+    for line in lines:
+        settings = [f"{line['rate']:g}", f"{line['black']:g}", str(line["seed"]), f"{line['steps']:,}"]
+        means = [f"{statistics.mean(returns):.1f}" for returns in (line["returns"], line["returns"][-EPISODES:])]
+        living = ", ".join(map(str, line["filters"][-1][1:]))
+        rows.append([str(line["ranks"]), line["kind"], line["game"], *settings, living, *means])
     print(table(header, rows))
 
 
@@ -88,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--game", default="Pong")
     parser.add_argument("--black", type=float, default=0.0)
+    parser.add_argument("--kind", default="gossip", choices=["gossip", "allreduce", "shared_memory"])
     parser.add_argument("--rate", type=float, default=7e-4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=400_000)
@@ -96,7 +114,7 @@ def main() -> None:
     if options.report:
         report()
     else:
-        train(options.game, options.black, options.seed, options.steps, options.rate)
+        train(options.game, options.black, options.seed, options.steps, options.rate, options.kind)
 
 
 if __name__ == "__main__":
