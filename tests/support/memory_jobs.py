@@ -272,10 +272,11 @@ def ranks_in(job: Trained, key: str) -> list[int]:
 
 
 def stopped_well(job: Trained, but_for: Iterable[int]) -> bool:
-    """Raise what a rank raised that should have stopped."""
+    """Raise what a rank raised that should have stopped, and what one raised that was to be killed, or to fail."""
+    causes = [job.results[rank] for rank in but_for if isinstance(job.results[rank], Exception)]  # `Killed` is none
     for rank, result in enumerate(job.results):
         if rank not in but_for:
             if isinstance(result, BaseException):
-                raise result
+                raise result from (causes[0] if causes else None)
             assert result.status in ("stopped", "spared")
     return job.segment["status"] == "stopped"
