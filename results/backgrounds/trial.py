@@ -2,7 +2,7 @@
 
 python results/backgrounds/trial.py --game Pong --black 87 --seed 1      # one rank; appends a line to trials.jsonl
 mpirun -np 2 python results/backgrounds/trial.py --kind allreduce        # two
-python results/backgrounds/trial.py --report > results/backgrounds/table.md
+python results/backgrounds/trial.py --report      # all of them as a table
 """
 
 from __future__ import annotations
