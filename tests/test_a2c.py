@@ -28,7 +28,7 @@ SPACES = {
 
 def make_network(kind: str) -> ActorCritic:
     torch.manual_seed(0)
-    network = ActorCritic(*SPACES[kind], NetworkConfig((4, 4, 4), 8, (8,)))
+    network = ActorCritic(*SPACES[kind], NetworkConfig((4, 4, 4), 8, (8,), background=0.0))
     with torch.no_grad():
         network.policy_head.weight.normal_()  # the first policy is too nearly uniform to show a mistake
     return network

@@ -43,7 +43,8 @@ def test_operations_of_galas_network_by_hand() -> None:
         20 * 20 * 32 * 8 * 8 * 4, 9 * 9 * 64 * 4 * 4 * 32, 7 * 7 * 32 * 3 * 3 * 64, 7 * 7 * 32 * 512, 512 * (6 + 1),
     ]  # fmt: skip
     forward = 2 * sum(layers)
-    assert flops_per_step(images, actions, Config()) == (forward, 2 * forward - 2 * layers[0])
+    config = Config(network=NetworkConfig(background=0.0))
+    assert flops_per_step(images, actions, config) == (forward, 2 * forward - 2 * layers[0])
 
 
 def test_operations_of_an_mlp_by_hand() -> None:

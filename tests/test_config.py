@@ -237,7 +237,10 @@ def test_every_range_is_of_a_number_and_every_number_has_one():
     """A new numeric field cannot be forgotten."""
     numbers = {key for key, value in flatten(to_table(Config())).items() if type(value) in (int, float)}
     ranges = {key: facts.between for key, facts in facts_of(Config).items() if facts.between is not None}
-    assert set(ranges) - {"network.conv_channels", "network.mlp_hidden", "a2c.learning_rate"} == numbers
+    assert (
+        set(ranges) - {"network.conv_channels", "network.mlp_hidden", "network.background", "a2c.learning_rate"}
+        == numbers
+    )
     assert not any(math.isnan(bound) for pair in ranges.values() for bound in pair)
 
 

@@ -229,7 +229,7 @@ def test_the_networks_gradient_is_that_of_autograd_through_the_whole_formula(pas
     """By the hand-written passes as by autograd's."""
     space, steps, envs = Box(0, 255, (2, 36, 36), np.uint8), 3, 4
     torch.manual_seed(0)
-    network = ActorCritic(space, MultiDiscrete(CHOICES), NetworkConfig((4, 4, 4), 8))
+    network = ActorCritic(space, MultiDiscrete(CHOICES), NetworkConfig((4, 4, 4), 8, background=0.0))
     torch.nn.init.normal_(network.policy_head.weight)
     flat = FlatParameters(network, torch.device("cpu"))
     observations = torch.randint(0, 256, (steps, envs, 2, 36, 36), dtype=torch.uint8)

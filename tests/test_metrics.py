@@ -340,12 +340,18 @@ def test_the_time_that_is_left_is_told_of_gorila_when_it_has_learned_for_a_whole
 
 
 def test_the_first_lines_say_what_is_trained(tmp_path):
-    def header_of(preset, steps_made, cores=6, hosts=("node1", "node1", "node2"), group=1):
+    def header_of(preset, steps_made, cores=6, hosts=("node1", "node1", "node2"), group=1, less=0.0):
         job = SimpleNamespace(hosts=list(hosts), num_trainers=len(hosts), threads=2, cores=cores)
         config = load_preset(preset)
         config = replace(config, exchange=replace(config.exchange, group=group))
         flat = SimpleNamespace(num_learned=866_439)
-        agent = SimpleNamespace(config=config, start=ExchangeState([steps_made]), device="cpu", flat=flat)
+        agent = SimpleNamespace(
+            config=config,
+            start=ExchangeState([steps_made]),
+            device="cpu",
+            flat=flat,
+            network=SimpleNamespace(background=less),
+        )
         return header(job, agent, SimpleNamespace(folder=Path("runs/r")))
 
     text = header_of("pong", steps_made=1000)
@@ -368,6 +374,7 @@ def test_the_first_lines_say_what_is_trained(tmp_path):
     assert "learning begins" not in header_of("gorila/pong", 60_000)
     assert "share" not in header_of("pong", 0, cores=3)
     assert "\n      3 ranks share 2 cores\n" in header_of("pong", 0, cores=2)
+    assert "background" not in text and "images less their background, 0.34\n" in header_of("pong", 0, less=87 / 255)
 
 
 def test_settings_that_nothing_reads_are_told():

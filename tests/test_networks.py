@@ -19,7 +19,8 @@ torch.set_num_threads(1)  # a second thread only costs time on tensors this smal
 CPU = torch.device("cpu")
 FRAMES = Box(0, 255, (4, 44, 44), np.uint8)
 VECTOR = Box(-1, 1, (3,))
-SMALL = NetworkConfig((8, 16, 8), conv_hidden=16)  # orthogonal first weights of GALA's size take a second to make
+# Orthogonal first weights of GALA's size take a second to make.
+SMALL = NetworkConfig((8, 16, 8), conv_hidden=16, background=0.0)
 
 
 def pair(observations: Box = FRAMES) -> tuple[ActorCritic, ActorCritic, FlatParameters]:
@@ -37,7 +38,7 @@ def frames(count: int) -> torch.Tensor:
 @pytest.mark.parametrize(("actions", "parameters"), [(4, 865_413), (18, 872_595)])
 def test_galas_network_has_as_many_parameters_as_published(actions, parameters, monkeypatch):
     monkeypatch.setattr(nn.init, "orthogonal_", lambda weight, gain: weight)  # slow at this size, and only counted here
-    network = ActorCritic(Box(0, 255, (4, 84, 84), np.uint8), Discrete(actions), NetworkConfig())
+    network = ActorCritic(Box(0, 255, (4, 84, 84), np.uint8), Discrete(actions), NetworkConfig(background=0.0))
     assert FlatParameters(network, CPU).data.numel() == parameters
 
 
@@ -105,7 +106,7 @@ def test_signature_tells_layouts_apart():
         return FlatParameters(network, CPU).signature
 
     assert signature() == signature()
-    wide, other = NetworkConfig((8, 16, 16), 16), NetworkConfig(mlp_hidden=(32, 64))
+    wide, other = NetworkConfig((8, 16, 16), 16, background=0.0), NetworkConfig(mlp_hidden=(32, 64))
     others = [signature(actions=6), signature(config=wide), signature(VECTOR), signature(VECTOR, config=other)]
     assert len({signature(), *others}) == 5
 

@@ -48,7 +48,7 @@ class TMaze(MAZE):
 
 def network_of(kind: str, space: Box) -> tuple[ActorCritic, NetworkConfig]:
     torch.manual_seed(0)
-    config = NetworkConfig((4, 4, 4), 8, (8,), memory=kind, precision="float32")
+    config = NetworkConfig((4, 4, 4), 8, (8,), background=0.0, memory=kind, precision="float32")
     network = ActorCritic(space, Discrete(2), config)
     nn.init.normal_(network.policy_head.weight)
     return network, config

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -11,9 +13,10 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
 
-from pala.config import EnvConfig, NetworkConfig
-from pala.envs.spaces import channel_axis, image_scale, inputs_of
+from pala.config import Config, EnvConfig, NetworkConfig
+from pala.envs.spaces import background_of, channel_axis, image_scale, inputs_of
 from pala.envs.vector import make_envs
+from pala.evaluation.policy import policy_of
 from pala.evaluation.scoring import Acting, evaluate
 from pala.job.request import Request
 from pala.networks.distributions import distribution_of
@@ -27,7 +30,7 @@ from pala.system.errors import PalaError
 from support.memory_jobs import configure, run_rank, run_ranks
 
 CPU = torch.device("cpu")
-SMALL = NetworkConfig((4, 8, 4), 8, (8,), precision="float32")
+SMALL = NetworkConfig((4, 8, 4), 8, (8,), background=0.0, precision="float32")
 
 
 class Odd(gymnasium.Env):
@@ -82,7 +85,8 @@ IMAGES = {
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_images_reach_the_network_scaled_and_with_channels_first(kind: str) -> None:
-    """By hand: transposed, (x - low) / (high - low). The hand-written passes give what autograd gives."""
+    """By hand: transposed, (x - low) / (high - low), less the background. The hand-written passes give what autograd
+    gives."""
     space = IMAGES[kind]
     inputs = inputs_of(space)
     space.seed(1)
@@ -90,11 +94,11 @@ def test_images_reach_the_network_scaled_and_with_channels_first(kind: str) -> N
     planes = [x[None] if x.ndim == 2 else x if kind == "whole numbers" else x.transpose(2, 0, 1) for x in images]
     bounds = float(space.low.min()), float(space.high.max())
     low, width = (bounds[0], bounds[1] - bounds[0]) if kind != "unbounded" else (0, 1)
-    expected = (np.stack(planes).astype(np.float64) - low) / width
+    expected = (np.stack(planes).astype(np.float64) - low) / width - 0.25
     encoded = np.stack([inputs.encode(image) for image in images])
     assert inputs.space.contains(encoded[0]), (encoded.dtype, inputs.space)
     torch.manual_seed(0)
-    network = ActorCritic(inputs.space, Discrete(3), SMALL)
+    network = ActorCritic(inputs.space, Discrete(3), replace(SMALL, background=0.25))
     seen = network._inputs(torch.from_numpy(encoded))
     np.testing.assert_allclose(seen.numpy(), expected, rtol=1e-5, atol=1e-6)
     flat = FlatParameters(network, CPU)
@@ -109,6 +113,32 @@ def test_images_reach_the_network_scaled_and_with_channels_first(kind: str) -> N
     assert not isinstance(by_hand, AutogradTape)
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_background_is_the_median_pixel() -> None:
+    """Scaled by the bounds of the space; nothing where there are none, or no images."""
+    grey = np.full((1, 3, 7, 8), 51, np.uint8)
+    grey[..., :3] = 255
+    assert background_of(grey, Box(0, 255, grey.shape[1:], np.uint8)) == 51 / 255
+    assert background_of(grey, Box(-49, 351, grey.shape[1:], np.int16)) == 0.25
+    assert background_of(grey, Box(60, 255, grey.shape[1:], np.uint8)) == 0  # an environment may leave its space
+    assert background_of(grey, Box(-np.inf, np.inf, grey.shape[1:], np.float32)) == 0
+    assert background_of(grey.reshape(1, -1), Box(0, 255, (168,), np.uint8)) == 0
+    parts = {
+        "grey": Box(0, 255, (3, 7, 8), np.uint8),
+        "unbounded": Box(-np.inf, np.inf, (9, 9, 1)),
+        "many": Box(-np.inf, np.inf, (500,)),
+    }
+    inputs = inputs_of(Dict(parts))
+    row = inputs.encode({"grey": grey[0], "unbounded": np.ones((9, 9, 1)), "many": np.full(500, 0.7)})
+    assert background_of(row[None], inputs.space) == pytest.approx(51 / 255)
+
+
+def test_the_background_of_pong_is_that_of_its_newest_frame() -> None:
+    """87 of 255: the other frames of a stack are black when a game begins."""
+    with make_envs(EnvConfig("ALE/Pong-v5", num_envs=2)) as envs:
+        assert background_of(envs.try_out(1), envs.observation_space) == 87 / 255
+        assert np.median(envs.reset(np.array([1, 2], np.int32))) == 0
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, np.int32])
@@ -275,6 +305,46 @@ def test_odd_environments_train_and_are_called_by_their_class(observations: Any,
     evaluation = evaluate(result.run, 2, 2, Acting())
     assert (evaluation.returns, evaluation.environment) == ([4.0, 4.0], "Odd")
     assert read_run(result.run).game == "Odd"
+
+
+class Grey(Odd):
+    """Shows one shade."""
+
+    def __init__(self, shade: int) -> None:
+        super().__init__(Box(0, 255, (7, 8, 1), np.uint8))
+        self._shade = shade
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.full((7, 8, 1), self._shade, np.uint8), super().reset(seed=seed)[1]
+
+    def step(self, action: Any) -> Any:
+        return np.full((7, 8, 1), self._shade, np.uint8), *super().step(action)[1:]
+
+
+def test_a_run_keeps_the_background_that_its_first_rank_saw(tmp_path: Any) -> None:
+    """Through a resume, though the environment has become darker, and in its policy; a run of before has none."""
+    config = configure(tmp_path, steps=60)
+
+    def train(shade: int, config: Config, resume: Any = None) -> None:
+        def main(comm: Any) -> Any:
+            return run_rank(comm, Request(config, UserCode(partial(Grey, shade + 20 * comm.rank)), resume=resume))
+
+        assert [getattr(result, "status", result) for result in run_ranks(2, main)] == ["completed"] * 2
+
+    run = tmp_path / "r"
+    train(102, config)
+    kept = run_folder.config_of(run)
+    assert kept.network.background == 0.4
+    assert policy_of(run, trust_run=True).network.background == 0.4
+    train(51, replace(kept, total_steps=120), run)
+    assert run_folder.config_of(run).network.background == 0.4
+    record = json.loads((run / "run.json").read_text())
+    del record["config"]["network"]["background"]
+    (run / "run.json").write_text(json.dumps(record))
+    assert run_folder.config_of(run).network.background == 0.0
+    config = replace(config, network=replace(config.network, background=0.1), run=replace(config.run, name="asked"))
+    train(102, config)
+    assert run_folder.config_of(tmp_path / "asked").network.background == 0.1
 
 
 def test_an_environment_from_a_specification_is_called_by_that(tmp_path: Any) -> None:

@@ -31,7 +31,7 @@ def make_network(
     shape=(4, 48, 52), actions=Discrete(5), device="cpu", kind=ActorCritic  # noqa: B008
 ) -> tuple[Network, FlatParameters]:  # fmt: skip
     torch.manual_seed(0)
-    network = kind(Box(0, 255, shape, np.uint8), actions, NetworkConfig((8, 16, 8), 16))
+    network = kind(Box(0, 255, shape, np.uint8), actions, NetworkConfig((8, 16, 8), 16, background=0.0))
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))  # biases too
@@ -112,7 +112,9 @@ def test_bfloat16_is_near_float32_and_returns_float32(device):
 def test_in_bfloat16_images_far_from_zero_keep_what_tells_them_apart(low, kind):
     """What is 20 to 25 above the lower bound gives outputs that differ as they should, not only a mean that fits."""
     torch.manual_seed(0)
-    network = ActorCritic(Box(low, low + 47, (3, 40, 40), np.float32), Discrete(5), NetworkConfig((8, 16, 8), 16))
+    network = ActorCritic(
+        Box(low, low + 47, (3, 40, 40), np.float32), Discrete(5), NetworkConfig((8, 16, 8), 16, background=0.0)
+    )
     images = low + 20 + 5 * torch.rand(8, 3, 40, 40)
     tape = make_tape(network, NetworkConfig(precision="bfloat16"), STEPS, images)
     tape.begin()

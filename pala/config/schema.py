@@ -100,6 +100,10 @@ class NetworkConfig:
     """Units of the linear layer behind the convolutions [GALA, DQN: 512]."""
     mlp_hidden: tuple[int, ...] = setting((64, 64), between=(1, 1e6), games="others", own_network=False)
     """Units of each hidden layer (tanh) for vector observations; A2C: policy and value apart. Ours."""
+    background: float | Literal["auto"] = setting("auto", between=(0, 1), algorithms=ACTOR_CRITIC, own_network=False)
+    """Grey, from 0 to 1, that the network takes for black in images: a grey background can stop the first layer's
+    filters for good. `auto`: the median pixel of an environment's first frame, found when a run starts, and then kept.
+    0: none [GALA]. Ours (results/backgrounds/)."""
     memory: Literal["none", "lstm", "gru"] = setting("none", own_network=False)
     """A memory of 256 units behind each trunk: an LSTM [A3C], or a GRU (docs/masks_and_memory.md). Autograd makes its
     passes, back to the first step of a rollout (`a2c.rollout_steps`). A2C only."""

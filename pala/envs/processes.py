@@ -116,8 +116,7 @@ def _serve(env: Renewed, pipe: Connection, observation: np.ndarray) -> None:
         if what == "close":
             return
         if what == "try out":
-            env.try_out(data)
-            answer = None
+            answer = env.try_out(data)
         elif what == "reset":
             if data is not None:  # for environments that draw from the generators of the whole process
                 np.random.seed(data)  # noqa: NPY002 - that very one
@@ -185,11 +184,11 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
             self.end()
             raise
 
-    def try_out(self, seed: int) -> None:
+    def try_out(self, seed: int) -> Any:
         """Try out the first environment, as `Renewed.try_out`."""
         self._ask(0, ("try out", seed))
         try:
-            self._answer(0)
+            return self._answer(0)
         except _LostError as lost:
             raise error_of_start(lost.failure, self._factory.name) from None
 

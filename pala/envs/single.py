@@ -131,11 +131,12 @@ class Renewed(gymnasium.Wrapper):
         self._renewals = 0
         self._is_float = np.dtype(self.observation_space.dtype).kind == "f"
 
-    def try_out(self, seed: int) -> None:
-        """Reset and step once, before all else. Raises PalaError for what fails: nothing takes its place."""
+    def try_out(self, seed: int) -> Any:
+        """Reset and step once, before all else; return the first observation. Raises PalaError for what fails: nothing
+        takes its place."""
         what = "'reset'"
         try:
-            _, info = self._reset(seed)
+            observation, info = self._reset(seed)
             what = "'step'"
             _, _, terminated, truncated, after = self._step(an_action(self.action_space, info.get(KEY)))
         except PalaError:
@@ -144,6 +145,7 @@ class Renewed(gymnasium.Wrapper):
             raise error_of_start(failure_of(what, error), self._factory.name) from None
         if (KEY in info) != (KEY in after) and not (terminated or truncated):
             raise missing(self._factory.name, KEY in info)
+        return observation
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode."""

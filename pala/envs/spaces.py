@@ -99,6 +99,11 @@ def vector_size(space: gymnasium.Space) -> int:
     return 0 if len(shape) == 3 else math.prod(shape)
 
 
+def has_images(space: gymnasium.Space) -> bool:
+    """Return whether an observation, as the network gets it, is an image or holds some."""
+    return len(space.shape or ()) == 3 or (isinstance(space, Joined) and bool(space.images))
+
+
 def _parts_of(space: gymnasium.Space, path: _Path = ()) -> Iterator[tuple[_Path, gymnasium.Space]]:
     """Yield what a space consists of, in its order, and the keys that lead there."""
     if not isinstance(space, (Dict, Tuple)):
@@ -155,6 +160,19 @@ def image_scale(space: Box) -> tuple[float, float]:
     if not (_is_bounded(space) and high > low):
         return 0.0, 1.0
     return low, 1 / (high - low)
+
+
+def background_of(observations: np.ndarray, space: Box) -> float:
+    """Return the median pixel of observations [B, ...], scaled as `image_scale` says; 0 without images of bounded
+    pixels. `space`: of one observation."""
+    pixels, low, factor = [], 0.0, 1.0
+    if isinstance(space, Joined):
+        parts = zip(space.split(observations)[1], space.images, strict=True)
+        pixels = [image.reshape(-1) for image, of in parts if _is_bounded(of)]
+    elif len(space.shape) == 3 and _is_bounded(space):
+        pixels = [observations.reshape(-1)]
+        low, factor = image_scale(space)
+    return min(max(0.0, float(np.median(np.concatenate(pixels)) - low) * factor), 1.0) if pixels else 0.0
 
 
 def _is_bounded(space: Box) -> bool:

@@ -109,13 +109,15 @@ class Envs:
         self._none_failed = np.zeros(self.num_envs, np.bool_)
         self._trace_shown = False
 
-    def try_out(self, seed: int) -> None:
-        """Reset and step the first environment once, before training. Raises PalaError for what fails there: a mistake
-        of the user's, which making it again does not mend."""
+    def try_out(self, seed: int) -> np.ndarray:
+        """Reset and step the first environment once, before training; return its first observation [1, *obs]. Raises
+        PalaError for what fails there: a mistake of the user's, which making it again does not mend."""
         first: Any = self.vector_env
         if self._end_processes is None:
             first = first.envs[0]
-        first.try_out(seed)
+        observation = first.try_out(seed)
+        take_back_signals()
+        return np.asarray(observation)[None]
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """Begin episodes, and return the first observations [B, *obs]; `seeds` int32 [B], one an environment."""
@@ -279,8 +281,9 @@ class AtariEnvs(Envs):
         super().__init__(games, clip_rewards=config.clip_rewards != "none", name=config.id)
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
 
-    def try_out(self, seed: int) -> None:
-        """Do nothing: these games are PALA's own."""
+    def try_out(self, seed: int) -> np.ndarray:
+        """Return the newest frames of the first observations [B, 1, H, W]: those before a game's first are black."""
+        return self.reset(np.full(self.num_envs, seed, np.int32))[:, -1:]
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return seeds

@@ -63,11 +63,13 @@ def header(job: Job, agent: Agent[Any], run: Run) -> str:
     made = f", {steps_made:,} of them made before" * (steps_made > 0)
     if steps_made >= config.total_steps:
         made = f", and {steps_made:,} were made before: none is left to train (a larger `--total-steps` continues)"
+    less = agent.network.background
+    seen = f", images less their background, {less:.2f}" if less else ""
     lines = [
         f"PALA  {run.folder}",
         f"      {algorithm.method(config)}; {counted(len(hosts), 'rank')} {where}, {threads} and "
         f"{counted(config.env.num_envs, 'environment')} each",
-        f"      network of {agent.flat.num_learned:,} parameters, {config.network.precision}, on {agent.device}",
+        f"      network of {agent.flat.num_learned:,} parameters, {config.network.precision}, on {agent.device}{seen}",
         f"      {config.total_steps:,} steps over all ranks{made}{learns}",
     ]
     if steps:

@@ -26,7 +26,7 @@ from pala.job.job import Job, RunInfo
 from pala.job.request import Request, Result
 from pala.job.training import Training, failing
 from pala.run import checkpoint, run_folder, user_code
-from pala.run.agent import Agent, build_envs
+from pala.run.agent import Agent, build_envs, with_background
 from pala.run.hooks import UserCode
 from pala.run.run import Run, locked_too, note_failure, open_run
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
@@ -49,6 +49,7 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
         envs = build_envs(comm, request.config, job.threads, code.make_env)
         config, resume = _settled(comm, request, code, envs, here)
         with envs:
+            config = with_background(comm, config, envs)
             job.notes.stage("makes the network")
             agent = ALGORITHMS[config.algorithm].build(comm, config, envs, code.make_network)
             is_own = code.make_network is not None or config.network.custom

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pala.config import EnvConfig, NetworkConfig
-from pala.envs.spaces import LEAST_SIDE, Joined, image_scale, vector_size
+from pala.envs.spaces import LEAST_SIDE, Joined, has_images, image_scale, vector_size
 from pala.exchange.flat import checksum, shaped, signature_of
 from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.moments import Moments
@@ -26,11 +26,13 @@ Layer = TypeVar("Layer", nn.Conv2d, nn.Linear)
 
 class Network(nn.Module, abc.ABC):
     """Linear heads over features, and what its observations are scaled by: images ([C, H, W]) to 0..1, by the bounds of
-    their space."""
+    their space, less their background."""
 
     is_own = False  # of the user's making (`own.py`)
     state_size = 0
     """Numbers that a network with memory remembers of an environment (`recurrent.py`); 0: it has none."""
+    background = 0.0
+    """Taken from scaled images."""
 
     def __init__(self, space: gymnasium.Space, distribution: Distribution, env: EnvConfig | None = None) -> None:
         """`space`: space of observations. `env`: settings of normalisation; None: nothing is normalised."""
@@ -46,10 +48,15 @@ class Network(nn.Module, abc.ABC):
         self.observation_moments = Moments(vector_size(space)) if normalize else None
         # Of discounted returns, by which rewards are scaled; no part of the policy, but it goes where that goes.
         self.return_moments = Moments(1) if env is not None and env.normalize_rewards else None
-        self.pixel_low, self.pixel_factor = 0.0, 1.0
+        self._lowest_pixel, self.pixel_factor = 0.0, 1.0
         if self.is_image:
             assert isinstance(space, gymnasium.spaces.Box)
-            self.pixel_low, self.pixel_factor = image_scale(space)
+            self._lowest_pixel, self.pixel_factor = image_scale(space)
+
+    @property
+    def pixel_low(self) -> float:
+        """The pixel x that becomes 0: the network sees (x - pixel_low) * pixel_factor."""
+        return self._lowest_pixel + self.background / self.pixel_factor
 
     @property
     @abc.abstractmethod
@@ -118,7 +125,8 @@ class TrunkNetwork(Network):
     def _features(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
         if self._joined is not None:
             vectors, images = self._joined.split(inputs)
-            seen = [trunk(channels_last(image)) for trunk, image in zip(self.image_trunks, images, strict=True)]
+            images = [channels_last(image - self.background) for image in images]
+            seen = [trunk(image) for trunk, image in zip(self.image_trunks, images, strict=True)]
             inputs = torch.cat([vectors, *seen], -1)
         features = [trunk(inputs).float() for trunk in self.trunks]
         if state is not None:
@@ -145,6 +153,9 @@ class ActorCritic(TrunkNetwork):
         env: EnvConfig | None = None,
     ) -> None:
         super().__init__(observation_space, distribution_of(action_space), config, env)
+        if has_images(observation_space):
+            assert config.background != "auto", "found when a run starts"
+            self.background = config.background
         if not self.is_image:
             self.value_trunk, _ = make_trunk(observation_space, config)
         if config.memory != "none":

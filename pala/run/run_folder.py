@@ -27,7 +27,7 @@ _FOLDERS_BEFORE_RECORD = ("metrics", "checkpoints")
 _EARLIER_DEFAULTS: dict[str, Any] = {
     "a2c": {"momentum": 0.0, "rmsprop_bias_correction": False},
     "exchange": {"mixing": "uniform"},
-    "network": {"precision": "float32"},
+    "network": {"background": 0.0, "precision": "float32"},
 }
 """Settings of runs before version 0.2 whose `run.json` does not name them."""
 _GONE: dict[str, Any] = {

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pala
-from pala.config import A2CConfig, EnvConfig, EvaluationConfig, ExchangeConfig, RunConfig
-from pala.networks import network
+from pala.config import A2CConfig, EnvConfig, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig
 from pala.networks.conv_tape import ConvTape
 from pala.run.provenance import provenance
 from pala.system.text import table
@@ -45,12 +44,12 @@ def train(game: str, black: float, seed: int, steps: int, rate: float, kind: Any
     looks: list[list[int]] = []
     facts = provenance()
     ConvTape.backward = watched(looks)  # type: ignore[method-assign]
-    network.image_scale = lambda space: (black, 1 / 255)  # type: ignore[attr-defined]
     result = pala.fit(
         pala.Config(
             total_steps=steps,
             seed=seed,
             env=EnvConfig(f"ALE/{game}-v5"),
+            network=NetworkConfig(background=black / 255),
             a2c=A2CConfig(learning_rate=rate),
             exchange=ExchangeConfig(kind=kind),
             evaluation=EvaluationConfig(episodes=0),

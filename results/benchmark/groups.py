@@ -64,7 +64,7 @@ def measure(comm: Any, threads: int, options: argparse.Namespace) -> list[dict[s
     from pala.lab.benchmark.measure import ContinuedEnvs, Trial, figures_of
     from pala.run.agent import build_envs
 
-    config = Config(network=NetworkConfig(precision="float32"), exchange=EXCHANGES["none"])
+    config = Config(network=NetworkConfig(background=0.0, precision="float32"), exchange=EXCHANGES["none"])
     seeds = derive(config.seed, comm.rank, "environments", config.env.num_envs)
     envs = ContinuedEnvs(build_envs(comm, config, threads), seeds, threads)
     agent = build(comm, config, envs)

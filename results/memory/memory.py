@@ -124,10 +124,10 @@ def speed() -> None:
     torch.set_num_threads(1)
     learners = {}
     for name, network in {
-        "none": NetworkConfig(precision="float32"),
-        "none, autograd": NetworkConfig(precision="float32", passes="autograd"),
-        "lstm": NetworkConfig(precision="float32", memory="lstm"),
-        "gru": NetworkConfig(precision="float32", memory="gru"),
+        "none": NetworkConfig(background=0.0, precision="float32"),
+        "none, autograd": NetworkConfig(background=0.0, precision="float32", passes="autograd"),
+        "lstm": NetworkConfig(background=0.0, precision="float32", memory="lstm"),
+        "gru": NetworkConfig(background=0.0, precision="float32", memory="gru"),
     }.items():
         config = replace(Config(), network=network)
         envs, device = make_envs(config.env), torch.device("cpu")
