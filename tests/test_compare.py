@@ -167,8 +167,6 @@ def test_only_what_decides_a_run_differs() -> None:
     )
     assert differences(in_bfloat16, in_either) == differences(in_float32, in_either) == {}
     assert differences(in_either, in_bfloat16) == {"network.precision": ("auto", "bfloat16")}
-    dark, any_ = (Config(network=NetworkConfig(background=shade)) for shade in (0.0, "auto"))
-    assert differences(dark, any_) == {} and list(differences(any_, dark)) == ["network.background"]
     assert differences(in_float32, in_bfloat16) == {"network.precision": ("float32", "bfloat16")}
 
 

@@ -27,7 +27,8 @@ from pala.report.plot import read as read_run
 from pala.run import run_folder
 from pala.run.hooks import UserCode
 from pala.system.errors import PalaError
-from support.memory_jobs import configure, run_rank, run_ranks
+from support.environments import Sparkle
+from support.memory_jobs import GORILA, configure, run_rank, run_ranks
 
 CPU = torch.device("cpu")
 SMALL = NetworkConfig((4, 8, 4), 8, (8,), background=0.0, precision="float32")
@@ -94,7 +95,7 @@ def test_images_reach_the_network_scaled_and_with_channels_first(kind: str) -> N
     planes = [x[None] if x.ndim == 2 else x if kind == "whole numbers" else x.transpose(2, 0, 1) for x in images]
     bounds = float(space.low.min()), float(space.high.max())
     low, width = (bounds[0], bounds[1] - bounds[0]) if kind != "unbounded" else (0, 1)
-    expected = (np.stack(planes).astype(np.float64) - low) / width - 0.25
+    expected = (np.stack(planes).astype(np.float64) - low) / width - (0.25 if kind != "unbounded" else 0)
     encoded = np.stack([inputs.encode(image) for image in images])
     assert inputs.space.contains(encoded[0]), (encoded.dtype, inputs.space)
     torch.manual_seed(0)
@@ -117,27 +118,27 @@ def test_images_reach_the_network_scaled_and_with_channels_first(kind: str) -> N
 
 def test_the_background_is_the_median_pixel() -> None:
     """Scaled by the bounds of the space; nothing where there are none, or no images."""
-    grey = np.full((1, 3, 7, 8), 51, np.uint8)
+    grey = np.full((3, 7, 8), 51, np.uint8)
     grey[..., :3] = 255
-    assert background_of(grey, Box(0, 255, grey.shape[1:], np.uint8)) == 51 / 255
-    assert background_of(grey, Box(-49, 351, grey.shape[1:], np.int16)) == 0.25
-    assert background_of(grey, Box(60, 255, grey.shape[1:], np.uint8)) == 0  # an environment may leave its space
-    assert background_of(grey, Box(-np.inf, np.inf, grey.shape[1:], np.float32)) == 0
-    assert background_of(grey.reshape(1, -1), Box(0, 255, (168,), np.uint8)) == 0
+    assert background_of(grey, Box(0, 255, grey.shape, np.uint8)) == 51 / 255
+    assert background_of(grey, Box(-49, 351, grey.shape, np.int16)) == 0.25
+    assert background_of(grey, Box(60, 255, grey.shape, np.uint8)) == 0  # an environment may leave its space
+    assert background_of(grey, Box(-np.inf, np.inf, grey.shape, np.float32)) == 0
+    assert background_of(grey.reshape(-1), Box(0, 255, (168,), np.uint8)) == 0
     parts = {
         "grey": Box(0, 255, (3, 7, 8), np.uint8),
         "unbounded": Box(-np.inf, np.inf, (9, 9, 1)),
         "many": Box(-np.inf, np.inf, (500,)),
     }
     inputs = inputs_of(Dict(parts))
-    row = inputs.encode({"grey": grey[0], "unbounded": np.ones((9, 9, 1)), "many": np.full(500, 0.7)})
-    assert background_of(row[None], inputs.space) == pytest.approx(51 / 255)
+    row = inputs.encode({"grey": grey, "unbounded": np.ones((9, 9, 1)), "many": np.full(500, 0.7)})
+    assert background_of(row, inputs.space) == pytest.approx(51 / 255)
 
 
 def test_the_background_of_pong_is_that_of_its_newest_frame() -> None:
     """87 of 255: the other frames of a stack are black when a game begins."""
     with make_envs(EnvConfig("ALE/Pong-v5", num_envs=2)) as envs:
-        assert background_of(envs.try_out(1), envs.observation_space) == 87 / 255
+        assert background_of(envs.first_frame(1), envs.observation_space) == 87 / 255
         assert np.median(envs.reset(np.array([1, 2], np.int32))) == 0
 
 
@@ -308,43 +309,66 @@ def test_odd_environments_train_and_are_called_by_their_class(observations: Any,
 
 
 class Grey(Odd):
-    """Shows one shade."""
+    """Shows one shade at the beginning of an episode, then black."""
 
-    def __init__(self, shade: int) -> None:
-        super().__init__(Box(0, 255, (7, 8, 1), np.uint8))
+    def __init__(self, shade: int, size: tuple[int, ...] = (7, 8, 1)) -> None:
+        super().__init__(Box(0, 255, size, np.uint8))
+        self._shown = np.zeros(size, np.uint8)
         self._shade = shade
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return np.full((7, 8, 1), self._shade, np.uint8), super().reset(seed=seed)[1]
+        self._shown[:] = self._shade
+        return self._shown, super().reset(seed=seed)[1]
 
     def step(self, action: Any) -> Any:
-        return np.full((7, 8, 1), self._shade, np.uint8), *super().step(action)[1:]
+        self._shown[:] = 0  # the array that the reset gave
+        return self._shown, *super().step(action)[1:]
 
 
 def test_a_run_keeps_the_background_that_its_first_rank_saw(tmp_path: Any) -> None:
     """Through a resume, though the environment has become darker, and in its policy; a run of before has none."""
     config = configure(tmp_path, steps=60)
 
-    def train(shade: int, config: Config, resume: Any = None) -> None:
+    def train(shade: int, config: Config, resume: Any = None, grey: Any = Grey) -> float:
         def main(comm: Any) -> Any:
-            return run_rank(comm, Request(config, UserCode(partial(Grey, shade + 20 * comm.rank)), resume=resume))
+            make_env = partial(grey, shade + 20 * comm.rank)
+            return run_rank(comm, Request(config, UserCode(make_env), resume=resume))
 
-        assert [getattr(result, "status", result) for result in run_ranks(2, main)] == ["completed"] * 2
+        results = run_ranks(2, main)
+        assert [getattr(result, "status", result) for result in results] == ["completed"] * 2
+        assert run_folder.config_of(results[0].run).network.background == config.network.background
+        policy = policy_of(results[0].run, trust_run=True)
+        found: float = run_folder.read(results[0].run)["segments"][-1]["background"]
+        assert policy.network.background == found
+        return found
 
-    run = tmp_path / "r"
-    train(102, config)
-    kept = run_folder.config_of(run)
-    assert kept.network.background == 0.4
-    assert policy_of(run, trust_run=True).network.background == 0.4
-    train(51, replace(kept, total_steps=120), run)
-    assert run_folder.config_of(run).network.background == 0.4
-    record = json.loads((run / "run.json").read_text())
-    del record["config"]["network"]["background"]
-    (run / "run.json").write_text(json.dumps(record))
-    assert run_folder.config_of(run).network.background == 0.0
-    config = replace(config, network=replace(config.network, background=0.1), run=replace(config.run, name="asked"))
-    train(102, config)
-    assert run_folder.config_of(tmp_path / "asked").network.background == 0.1
+    def called(name: str, **network: Any) -> Config:
+        return replace(
+            config, network=replace(config.network, **network), run=replace(config.run, name=name), total_steps=60
+        )
+
+    assert train(102, config) == 0.4
+    assert train(51, replace(config, total_steps=120), tmp_path / "r") == 0.4
+    assert train(102, called("asked", background=0.1)) == 0.1
+    assert train(102, called("pixels"), grey=partial(Grey, size=(2, 2, 1))) == 0  # a vector
+    assert train(102, replace(called("gorila"), algorithm="gorila", gorila=GORILA, total_steps=400)) == 0
+    record = json.loads((tmp_path / "r" / "run.json").read_text())
+    del record["config"]["network"]["background"], record["segments"][-1]["background"]
+    (tmp_path / "r" / "run.json").write_text(json.dumps(record))
+    assert policy_of(tmp_path / "r", trust_run=True).network.background == 0
+    before = run_folder.config_of(tmp_path / "r")
+    assert before.network.background == 0
+    assert train(102, replace(before, total_steps=180), tmp_path / "r") == 0
+
+
+def test_images_on_one_rank_alone_are_told_and_hang_none(tmp_path: Any) -> None:
+    for first, second in ((partial(Grey, 102), Sparkle), (Sparkle, partial(Grey, 102))):
+        config = configure(tmp_path, steps=60)
+
+        def main(comm: Any, first: Any = first, second: Any = second, config: Any = config) -> Any:
+            return run_rank(comm, Request(config, UserCode(second if comm.rank else first)))
+
+        assert ["is not that of rank 0" in str(result) for result in run_ranks(2, main)] == [True, True]
 
 
 def test_an_environment_from_a_specification_is_called_by_that(tmp_path: Any) -> None:

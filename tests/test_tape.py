@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import numpy as np
 import pytest
 import torch
@@ -108,8 +110,8 @@ def test_bfloat16_is_near_float32_and_returns_float32(device):
     assert flat.data.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("low", "kind"), [(273, AutogradTape), (-60, AutogradTape), (-20, ConvTape), (0, ConvTape)])
-def test_in_bfloat16_images_far_from_zero_keep_what_tells_them_apart(low, kind):
+@pytest.mark.parametrize("low", [273, -60, 0])
+def test_in_bfloat16_images_far_from_zero_keep_what_tells_them_apart(low):
     """What is 20 to 25 above the lower bound gives outputs that differ as they should, not only a mean that fits."""
     torch.manual_seed(0)
     network = ActorCritic(
@@ -121,7 +123,25 @@ def test_in_bfloat16_images_far_from_zero_keep_what_tells_them_apart(low, kind):
     found, expected = (torch.cat(outputs, 1).detach() for outputs in (tape.peek(images), network.outputs(images)))
     apart = expected - expected.mean(0)
     assert float((found - found.mean(0) - apart).norm()) < 0.2 * float(apart.norm())
-    assert isinstance(tape, kind)
+    assert isinstance(tape, ConvTape)
+
+
+def test_in_bfloat16_a_background_costs_the_written_out_passes_no_precision():
+    """Grey frames with a few other pixels: the first layer's gradient is as near to float32's as autograd's, in the
+    median of twelve networks. Where rounded weights met the grey itself, it was twice as far."""
+    space, errors = Box(0, 255, (4, 48, 52), np.uint8), {"auto": [], "autograd": []}
+    for seed in range(12):
+        torch.manual_seed(seed)
+        network = ActorCritic(space, Discrete(5), NetworkConfig((8, 16, 8), 16, background=87 / 255))
+        flat, conv1 = FlatParameters(network, torch.device("cpu")), slice(network.trunk.conv1.weight.numel())
+        observations = torch.full((STEPS, ENVS, 4, 48, 52), 87, dtype=torch.uint8)
+        observations[:, :, :, 10:14] = frames(seed=seed + 1)[:, :, :, 10:14]
+        expected = run(AutogradTape(network), flat, observations)[1][conv1]
+        for passes, found in errors.items():
+            tape = make_tape(network, NetworkConfig(precision="bfloat16", passes=passes), STEPS, observations[0])
+            gradient = run(tape, flat, observations)[1][conv1]
+            found.append(float((gradient - expected).norm() / expected.norm()))
+    assert statistics.median(errors["auto"]) < 1.4 * statistics.median(errors["autograd"]), errors
 
 
 def test_a_new_rollout_sees_new_parameters_and_forgets_the_old_passes():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from pala.a2c.update import A2C
 from pala.comm.agreement import collectively, from_first, sum_on_host
 from pala.comm.base import Communicator
 from pala.config import Config
+from pala.envs.spaces import background_of, has_images
 from pala.envs.vector import Envs
 from pala.exchange.base import ModelExchange
 from pala.exchange.flat import share_tensors
@@ -30,7 +31,7 @@ from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
-from pala.system.seeding import torch_weights
+from pala.system.seeding import derive, torch_weights
 
 if TYPE_CHECKING:
     from pala.exchange.gossip.sleeping import SleepingGossip
@@ -165,9 +166,25 @@ def build(
     is needed; it is then alone in `comm`. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
     device, config = device_and_precision(comm, config, envs)
+    if make_network is None and not config.network.custom:
+        config = with_background(comm, config, envs)
     _check_memory(comm, config, envs, device)
     rank = comm.rank if sleeping is None else sleeping.rank
     return collectively(comm, lambda: make_agent(rank, config, envs, device, make_network))
+
+
+def with_background(comm: Communicator, config: Config, envs: Envs) -> Config:
+    """Return the configuration with a `network.background` of `auto` found, for all ranks alike, in what the first
+    rank's first environment shows. Collective. Raises CollectiveError."""
+    if config.network.background != "auto":
+        return config
+
+    def look() -> float:
+        if not has_images(envs.observation_space):
+            return 0.0
+        return background_of(envs.first_frame(int(derive(config.seed, 0, "background")[0])), envs.observation_space)
+
+    return replace(config, network=replace(config.network, background=from_first(comm, look)))
 
 
 def _check_memory(comm: Communicator, config: Config, envs: Envs, device: torch.device) -> None:

@@ -10,9 +10,6 @@ from pala.config.schema import Config, ExchangeConfig
 from pala.system.tables import flatten
 from pala.system.text import counted
 
-SETTLED_AT_START = ("network.precision", "network.background")
-"""Settings whose `auto` is decided when a run starts."""
-
 
 def settings_that_matter(facts: dict[str, Any], without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the settings, with dotted keys, that decide how a run goes, except `without`. Those of another algorithm,
@@ -64,8 +61,7 @@ def follows_budget(config: Config) -> bool:
 
 def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     """Return the settings that decide how a run learns and differ, dotted key -> (found, wanted). The seed is left out,
-    and so is the budget unless a setting follows it. What is `auto` until a run starts wants any: the machine or the
-    environment decides."""
+    and so is the budget unless a setting follows it. A precision of `auto` wants any: the machine decides."""
     is_of_budget = follows_budget(found) or follows_budget(wanted)
     without: tuple[str, ...] = ("seed",) if is_of_budget else ("seed", "total_steps")
     known = facts_of(Config)
@@ -76,7 +72,7 @@ def differences(found: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     return {
         key: pair
         for key, pair in pairs.items()
-        if pair[0] != pair[1] and not (key in SETTLED_AT_START and pair[1] == "auto")
+        if pair[0] != pair[1] and (key, pair[1]) != ("network.precision", "auto")
     }
 
 

@@ -113,8 +113,8 @@ class NetworkConfig:
     `auto` takes it for images where all ranks have them, and float32 otherwise. On a GPU convolutions in float32 are
     torch's, by default in TF32. Ours."""
     passes: Literal["auto", "autograd"] = setting("auto", own_network=False)
-    """Forward and backward passes: `auto` uses hand-written ones where there are some (images; in bfloat16 those near
-    0), as CUDA graphs on a GPU; `autograd` leaves all to torch. Equal up to rounding."""
+    """Forward and backward passes: `auto` uses hand-written ones for images, as CUDA graphs on a GPU; `autograd` leaves
+    all to torch. Equal up to rounding."""
     custom: str = ""
     """A network of your own in place of these: `module:Name` or `module:Name(width=256)` with plain values, a class or
     function `(observation_space, num_outputs)` -> torch module with `trunk` and `heads` (docs/own_network.md). The

@@ -184,11 +184,11 @@ class EnvProcesses(gymnasium.vector.VectorEnv):
             self.end()
             raise
 
-    def try_out(self, seed: int) -> Any:
+    def try_out(self, seed: int) -> np.ndarray:
         """Try out the first environment, as `Renewed.try_out`."""
         self._ask(0, ("try out", seed))
         try:
-            return self._answer(0)
+            return np.asarray(self._answer(0))
         except _LostError as lost:
             raise error_of_start(lost.failure, self._factory.name) from None
 

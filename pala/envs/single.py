@@ -131,12 +131,13 @@ class Renewed(gymnasium.Wrapper):
         self._renewals = 0
         self._is_float = np.dtype(self.observation_space.dtype).kind == "f"
 
-    def try_out(self, seed: int) -> Any:
+    def try_out(self, seed: int) -> np.ndarray:
         """Reset and step once, before all else; return the first observation. Raises PalaError for what fails: nothing
         takes its place."""
         what = "'reset'"
         try:
-            observation, info = self._reset(seed)
+            first, info = self._reset(seed)
+            first = np.array(first)  # a step may write into the same array
             what = "'step'"
             _, _, terminated, truncated, after = self._step(an_action(self.action_space, info.get(KEY)))
         except PalaError:
@@ -145,7 +146,7 @@ class Renewed(gymnasium.Wrapper):
             raise error_of_start(failure_of(what, error), self._factory.name) from None
         if (KEY in info) != (KEY in after) and not (terminated or truncated):
             raise missing(self._factory.name, KEY in info)
-        return observation
+        return first
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode."""

@@ -157,25 +157,25 @@ def image_scale(space: Box) -> tuple[float, float]:
     """Return (low, factor): a pixel x of an image of this space becomes (x - low) * factor, from 0 to 1; without finite
     bounds it stays as it is."""
     low, high = float(space.low.min()), float(space.high.max())
-    if not (_is_bounded(space) and high > low):
+    if not (is_bounded(space) and high > low):
         return 0.0, 1.0
     return low, 1 / (high - low)
 
 
-def background_of(observations: np.ndarray, space: Box) -> float:
-    """Return the median pixel of observations [B, ...], scaled as `image_scale` says; 0 without images of bounded
-    pixels. `space`: of one observation."""
+def background_of(observation: np.ndarray, space: Box) -> float:
+    """Return the median pixel of an observation, scaled as `image_scale` says; 0 without images of bounded pixels. An
+    image may have fewer channels than its `space`."""
     pixels, low, factor = [], 0.0, 1.0
     if isinstance(space, Joined):
-        parts = zip(space.split(observations)[1], space.images, strict=True)
-        pixels = [image.reshape(-1) for image, of in parts if _is_bounded(of)]
-    elif len(space.shape) == 3 and _is_bounded(space):
-        pixels = [observations.reshape(-1)]
+        parts = zip(space.split(observation[None])[1], space.images, strict=True)
+        pixels = [image.reshape(-1) for image, of in parts if is_bounded(of)]
+    elif len(space.shape) == 3 and is_bounded(space):
+        pixels = [observation.reshape(-1)]
         low, factor = image_scale(space)
     return min(max(0.0, float(np.median(np.concatenate(pixels)) - low) * factor), 1.0) if pixels else 0.0
 
 
-def _is_bounded(space: Box) -> bool:
+def is_bounded(space: Box) -> bool:
     """Return whether the bounds say anything. Some environments write the largest number of the dtype where they have
     none; of bytes and of 16-bit pixels it is taken for a bound."""
     most, dtype = _LARGEST, np.dtype(space.dtype)
@@ -213,7 +213,7 @@ def _image(space: Box, layout: Layout) -> Inputs:
     if min(low.shape[1:]) < LEAST_SIDE:
         return _scaled_row(space)
     dtype: Any = np.uint8 if space.dtype in (np.uint8, np.bool_) else np.float32
-    if not _is_bounded(space):
+    if not is_bounded(space):
         low, high = np.full(low.shape, -np.inf), np.full(low.shape, np.inf)
     wanted = Box(low.astype(dtype), high.astype(dtype), low.shape, dtype)
     if axis == 0 and space.dtype == dtype:
@@ -225,7 +225,7 @@ def _scaled_row(space: Box) -> Inputs:
     """Return the conversion of an image to a vector, scaled by its bounds."""
     low, factor = image_scale(space)
     size = int(np.prod(space.shape))
-    wanted = Box(0.0, 1.0, (size,), np.float32) if _is_bounded(space) else Box(-np.inf, np.inf, (size,), np.float32)
+    wanted = Box(0.0, 1.0, (size,), np.float32) if is_bounded(space) else Box(-np.inf, np.inf, (size,), np.float32)
     return Inputs(space, wanted, partial(_scaled, low=low, factor=factor))
 
 

@@ -19,6 +19,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -109,15 +110,20 @@ class Envs:
         self._none_failed = np.zeros(self.num_envs, np.bool_)
         self._trace_shown = False
 
-    def try_out(self, seed: int) -> np.ndarray:
-        """Reset and step the first environment once, before training; return its first observation [1, *obs]. Raises
-        PalaError for what fails there: a mistake of the user's, which making it again does not mend."""
+    def try_out(self, seed: int) -> None:
+        """Reset and step the first environment once, before training. Raises PalaError for what fails there: a mistake
+        of the user's, which making it again does not mend."""
+        self.first_frame(seed)
+
+    def first_frame(self, seed: int) -> np.ndarray:
+        """Try out the first environment, and return its first observation; of stacked frames it may be one. Raises
+        PalaError."""
         first: Any = self.vector_env
         if self._end_processes is None:
             first = first.envs[0]
-        observation = first.try_out(seed)
+        observation: np.ndarray = first.try_out(seed)
         take_back_signals()
-        return np.asarray(observation)[None]
+        return observation
 
     def reset(self, seeds: np.ndarray) -> np.ndarray:
         """Begin episodes, and return the first observations [B, *obs]; `seeds` int32 [B], one an environment."""
@@ -279,11 +285,19 @@ class AtariEnvs(Envs):
             config, num_threads, stack_num=config.frame_stack, life_loss_info=config.terminal_on_life_loss
         )
         super().__init__(games, clip_rewards=config.clip_rewards != "none", name=config.id)
+        self._config = config
         self._frames_before_episode = np.zeros(config.num_envs, np.int64)
 
-    def try_out(self, seed: int) -> np.ndarray:
-        """Return the newest frames of the first observations [B, 1, H, W]: those before a game's first are black."""
-        return self.reset(np.full(self.num_envs, seed, np.int32))[:, -1:]
+    def try_out(self, seed: int) -> None:
+        """Do nothing: these games are PALA's own."""
+
+    def first_frame(self, seed: int) -> np.ndarray:
+        """Return a frame [1, H, W] of another game: in a stack those before a game's first are black."""
+        game = make_atari(replace(self._config, num_envs=1), 1, stack_num=1)
+        try:
+            return game.reset(seed=np.array([seed], np.int32))[0][0]
+        finally:
+            game.close()
 
     def _seed_argument(self, seeds: np.ndarray) -> Any:
         return seeds

@@ -226,7 +226,7 @@ def load_policy(
 ) -> Policy:
     """Return a completed run's final policy, or the one in its ranks' newest checkpoints; or the `best` that was kept
     while it trained. Raises PalaError."""
-    algorithm = ALGORITHMS[config.algorithm]
+    algorithm, config = ALGORITHMS[config.algorithm], run_folder.with_kept_background(config, run)
     with torch_weights(config.seed):  # as in training: buffers that are not saved are alike
         network = algorithm.make_network(envs.observation_space, envs.action_space, config, make_network)
     network.eval()

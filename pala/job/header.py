@@ -43,6 +43,7 @@ def describe(job: Job, request: Request, code: UserCode, agent: Agent[Any], run:
         **job.comm.facts(),
         "device": str(agent.device),
         "precision": agent.config.network.precision,
+        "background": agent.network.background,
         "seed": run.config.seed,
         "parameters": agent.flat.data.numel(),
     }

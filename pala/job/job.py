@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pala.comm.agreement import collectively, cores_of_hosts, cores_per_rank
 from pala.comm.base import Communicator
-from pala.config import Config, Precision, to_table
+from pala.config import Config, NetworkConfig, to_table
 from pala.job.start_notes import StartNotes
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.resources import most_cores
@@ -28,7 +28,7 @@ class RunInfo(NamedTuple):
     previous: Path | None  # of those that it continues from
     config: Config  # as run.json has it
     is_locked: bool  # the run's folder
-    precision: Precision  # in which the ranks compute
+    network: NetworkConfig  # with what `auto` means in it
     time_s: float  # training time of earlier segments
     exchange: StartState
 

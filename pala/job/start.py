@@ -26,7 +26,7 @@ from pala.job.job import Job, RunInfo
 from pala.job.request import Request, Result
 from pala.job.training import Training, failing
 from pala.run import checkpoint, run_folder, user_code
-from pala.run.agent import Agent, build_envs, with_background
+from pala.run.agent import Agent, build_envs
 from pala.run.hooks import UserCode
 from pala.run.run import Run, locked_too, note_failure, open_run
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
@@ -49,9 +49,11 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
         envs = build_envs(comm, request.config, job.threads, code.make_env)
         config, resume = _settled(comm, request, code, envs, here)
         with envs:
-            config = with_background(comm, config, envs)
             job.notes.stage("makes the network")
-            agent = ALGORITHMS[config.algorithm].build(comm, config, envs, code.make_network)
+            kept = (
+                config if resume is None else from_first(comm, lambda: run_folder.with_kept_background(config, resume))
+            )
+            agent = ALGORITHMS[config.algorithm].build(comm, kept, envs, code.make_network)
             is_own = code.make_network is not None or config.network.custom
             if comm.rank == 0 and is_own and len(envs.observation_space.shape or ()) == 3:
                 log("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
@@ -151,7 +153,7 @@ def _make_exchange(
     beginning = StartState(agent.flat.data.numel(), agent.flat.signature, agent.start)
     job.tell_run(RunInfo(
         run.folder, run.segment, run.previous, run.config, run.identity is not None,
-        agent.config.network.precision, agent.counters.time_s, beginning,
+        agent.config.network, agent.counters.time_s, beginning,
     ))  # fmt: skip
     may_stop = any(trainers.allgather(request.callbacks.may_stop))
     trace: Trace | None = None
@@ -184,7 +186,7 @@ def start_spare(
             stack.enter_context(locked_too(run, info.is_locked))
             code = user_code.load(run.folder, request.code)  # this job has kept it, or judged it
             envs = stack.enter_context(build_envs(alone, request.config, job.threads, code.make_env))
-            alike = replace(run.config, network=replace(run.config.network, precision=info.precision))
+            alike = replace(run.config, network=info.network)
             agent = ALGORITHMS[alike.algorithm].build(alone, alike, envs, code.make_network, sleeping)
             is_needed = sleeping.until_needed()  # still: to build took a while
             exchange = agent.wake_exchange(job.comm, sleeping, interrupt) if is_needed else None

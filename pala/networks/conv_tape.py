@@ -66,11 +66,7 @@ class ConvTape(Tape):
         self._weights.append((torch.cat([h.weight for h in self._heads]), torch.cat([h.bias for h in self._heads])))
 
     def _scaled_first_layer(self, layer: nn.Conv2d) -> tuple[Tensor, Tensor]:
-        weight, bias = layer.weight * self._pixel_factor, layer.bias
-        if self._pixel_low != 0:
-            assert bias is not None
-            bias = bias - self._pixel_low * weight.sum((1, 2, 3))
-        return self._cast(_weight_of_blocks(weight, self._block)), self._cast(bias)
+        return _weight_of_blocks(self._cast(layer.weight * self._pixel_factor), self._block), self._cast(layer.bias)
 
     def _cast(self, parameter: Tensor | None) -> Tensor:
         assert parameter is not None
@@ -80,22 +76,30 @@ class ConvTape(Tape):
     def forward(self, observations: Tensor) -> list[Tensor]:
         images = self._arranged(observations)
         if self._max_passes == 1:
-            inputs = images.to(self._dtype)
+            inputs = self._converted(images)
             activations, outputs = self._compute(inputs)
             self._buffers, self.kept = [inputs, *activations], 1
             return outputs
         if not self._buffers:
             self._buffers = [self._buffer_for(images), *map(self._buffer_for, self._compute(images.to(self._dtype))[0])]
         inputs, *buffers = (buffer.unflatten(0, (-1, self._batch_size))[self.kept] for buffer in self._buffers)
-        activations, outputs = self._compute(inputs.copy_(images))
+        activations, outputs = self._compute(self._converted(images, inputs))
         for buffer, activation in zip(buffers, activations, strict=True):
             buffer.copy_(activation)
         self.kept += 1
         return outputs
 
     def _arranged(self, observations: Tensor) -> Tensor:
-        """Return the observations as the first convolution takes them."""
-        return blocks(observations, self._block) if self._block > 1 else channels_last(observations)
+        """Return the observations as the first convolution takes them; bytes stay, all others are less the lowest
+        pixel."""
+        images = blocks(observations, self._block) if self._block > 1 else channels_last(observations)  # a copy
+        return images.sub_(self._pixel_low) if self._pixel_low and images.is_floating_point() else images
+
+    def _converted(self, images: Tensor, into: Tensor | None = None) -> Tensor:
+        """Return arranged observations in the precision of the passes; bytes less the lowest pixel, which is exact in
+        bfloat16, too."""
+        inputs = images.to(self._dtype) if into is None else into.copy_(images)
+        return inputs.sub_(self._pixel_low) if self._pixel_low and not images.is_floating_point() else inputs
 
     def _buffer_for(self, activation: Tensor) -> Tensor:
         """Return an empty buffer of the same layout, for all passes."""
@@ -104,7 +108,7 @@ class ConvTape(Tape):
 
     @torch.no_grad()
     def peek(self, observations: Tensor, rows: Tensor | None = None) -> list[Tensor]:
-        return self._compute(self._arranged(observations).to(self._dtype))[1]
+        return self._compute(self._converted(self._arranged(observations)))[1]
 
     def _compute(self, images: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the outputs of convolutions and linear layer, and each head's outputs [B, O]."""
@@ -139,14 +143,9 @@ class ConvTape(Tape):
                 gradient, images[i], weight, [layer.out_channels], (stride, stride), (0, 0), (1, 1), False, (0, 0), 1,
                 (i > 0, True, True),
             )  # fmt: skip
-            _write(layer, by_weight if i > 0 else self._by_first_weight(by_weight, by_bias), by_bias)
-
-    def _by_first_weight(self, by_scaled_weight: Tensor, by_bias: Tensor) -> Tensor:
-        """Return the gradient by the first layer's own weights."""
-        gradient = _weight_of_pixels(by_scaled_weight, self._block).float() * self._pixel_factor
-        if self._pixel_low != 0:
-            gradient -= self._pixel_factor * self._pixel_low * by_bias.float().view(-1, 1, 1, 1)
-        return gradient
+            if i == 0:  # by the scaled weight
+                by_weight = _weight_of_pixels(by_weight, self._block).float() * self._pixel_factor
+            _write(layer, by_weight, by_bias)
 
 
 def _block_side(layer: nn.Conv2d, images: Tensor) -> int:

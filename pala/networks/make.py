@@ -44,9 +44,7 @@ def make_tape(network: Network, config: NetworkConfig, max_passes: int, observat
         raise PalaError(
             "'network.precision' is 'bfloat16', which would round vector observations to 8 bits; use 'float32'."
         )
-    # The written-out passes round pixels before their low is taken away, which these few bits only bear near 0.
-    far_from_zero = config.precision == "bfloat16" and abs(network.pixel_low) * network.pixel_factor > 1
-    by_hand = config.passes != "autograd" and network.is_image and not network.state_size and not far_from_zero
+    by_hand = config.passes != "autograd" and network.is_image and not network.state_size
     if not (by_hand and isinstance(network, TrunkNetwork)):
         return AutogradTape(network, config.precision)
     tape = ConvTape(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pala.config import EnvConfig, NetworkConfig
-from pala.envs.spaces import LEAST_SIDE, Joined, has_images, image_scale, vector_size
+from pala.envs.spaces import LEAST_SIDE, Joined, has_images, image_scale, is_bounded, vector_size
 from pala.exchange.flat import checksum, shaped, signature_of
 from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.moments import Moments
@@ -32,7 +32,7 @@ class Network(nn.Module, abc.ABC):
     state_size = 0
     """Numbers that a network with memory remembers of an environment (`recurrent.py`); 0: it has none."""
     background = 0.0
-    """Taken from scaled images."""
+    """Taken from images that are scaled to 0..1."""
 
     def __init__(self, space: gymnasium.Space, distribution: Distribution, env: EnvConfig | None = None) -> None:
         """`space`: space of observations. `env`: settings of normalisation; None: nothing is normalised."""
@@ -48,15 +48,10 @@ class Network(nn.Module, abc.ABC):
         self.observation_moments = Moments(vector_size(space)) if normalize else None
         # Of discounted returns, by which rewards are scaled; no part of the policy, but it goes where that goes.
         self.return_moments = Moments(1) if env is not None and env.normalize_rewards else None
-        self._lowest_pixel, self.pixel_factor = 0.0, 1.0
+        self.pixel_low, self.pixel_factor = 0.0, 1.0
         if self.is_image:
             assert isinstance(space, gymnasium.spaces.Box)
-            self._lowest_pixel, self.pixel_factor = image_scale(space)
-
-    @property
-    def pixel_low(self) -> float:
-        """The pixel x that becomes 0: the network sees (x - pixel_low) * pixel_factor."""
-        return self._lowest_pixel + self.background / self.pixel_factor
+            self.pixel_low, self.pixel_factor = image_scale(space)
 
     @property
     @abc.abstractmethod
@@ -125,14 +120,16 @@ class TrunkNetwork(Network):
     def _features(self, inputs: Tensor, state: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
         if self._joined is not None:
             vectors, images = self._joined.split(inputs)
-            images = [channels_last(image - self.background) for image in images]
-            seen = [trunk(image) for trunk, image in zip(self.image_trunks, images, strict=True)]
+            if self.background:
+                each = zip(images, self._joined.images, strict=True)
+                images = [image - self.background if is_bounded(space) else image for image, space in each]
+            seen = [trunk(channels_last(image)) for trunk, image in zip(self.image_trunks, images, strict=True)]
             inputs = torch.cat([vectors, *seen], -1)
         features = [trunk(inputs).float() for trunk in self.trunks]
         if state is not None:
-            each = zip(self.memories, features, state.chunk(len(features), -1), strict=True)
+            parts = zip(self.memories, features, state.chunk(len(features), -1), strict=True)
             with torch.autocast(inputs.device.type, enabled=False):
-                remembered = [memory(x, part) for memory, x, part in each]
+                remembered = [memory(x, part) for memory, x, part in parts]
             features, state = [x for x, _ in remembered], torch.cat([part for _, part in remembered], -1)
         return features * (len(self.heads) // len(features)), state
 
@@ -154,8 +151,11 @@ class ActorCritic(TrunkNetwork):
     ) -> None:
         super().__init__(observation_space, distribution_of(action_space), config, env)
         if has_images(observation_space):
+            assert isinstance(observation_space, gymnasium.spaces.Box)
             assert config.background != "auto", "found when a run starts"
             self.background = config.background
+            if self.is_image and is_bounded(observation_space):
+                self.pixel_low += self.background / self.pixel_factor
         if not self.is_image:
             self.value_trunk, _ = make_trunk(observation_space, config)
         if config.memory != "none":

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.comm.agreement import collectively, from_first
+from pala.comm.agreement import collectively
 from pala.comm.base import Communicator
 from pala.config import Config, to_table
-from pala.envs.spaces import background_of, has_images
 from pala.envs.vector import Envs, MakeEnv, make_envs
 from pala.exchange.base import Exchange
 from pala.exchange.budget import ExchangeState
@@ -229,18 +228,6 @@ def build_envs(comm: Communicator, config: Config, threads: int, make_env: MakeE
     set_torch(threads)
     made[0].sender = f"[rank {comm.rank}] "
     return made[0]
-
-
-def with_background(comm: Communicator, config: Config, envs: Envs) -> Config:
-    """Return the configuration with a `network.background` of `auto` found, for all ranks alike, in what the first
-    rank's first environment shows; without images it stays. Collective. Raises CollectiveError."""
-    if config.network.background != "auto" or not has_images(envs.observation_space):
-        return config
-
-    def look() -> float:
-        return background_of(envs.try_out(int(derive(config.seed, 0, "background")[0])), envs.observation_space)
-
-    return replace(config, network=replace(config.network, background=from_first(comm, look)))
 
 
 def device_and_precision(comm: Communicator, config: Config, envs: Envs) -> tuple[torch.device, Config]:

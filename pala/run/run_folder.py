@@ -238,6 +238,7 @@ _SEGMENT: dict[str, Callable[[Any], bool]] = {
     "ranks": lambda value: type(value) is int and 0 < value < 10**7,
     "parameters": lambda value: type(value) is int and 0 <= value < 2**63,
     "global_steps": lambda value: type(value) is int and 0 <= value < 2**63,
+    "background": lambda value: type(value) in (int, float) and 0 <= value <= 1,
     "cores": lambda value: type(value) is int and 0 < value < 10**7,
     "hosts": lambda value: isinstance(value, list) and all(isinstance(host, str) for host in value),
     "lost_ranks": lambda value: isinstance(value, list),
@@ -254,6 +255,14 @@ def config_of(path: str | os.PathLike[str], record: dict[str, Any] | None = None
         if isinstance(table.get(section), dict):
             table[section] = {own: value for own, value in table[section].items() if own != name}
     return from_table(table, source=f"'{Path(path) / 'run.json'}'")
+
+
+def with_kept_background(config: Config, path: Path) -> Config:
+    """Return a configuration with a `network.background` of `auto` as a run has found it. Raises PalaError."""
+    if config.network.background != "auto":
+        return config
+    background = read(path)["segments"][-1].get("background", 0.0)
+    return replace(config, network=replace(config.network, background=background))
 
 
 def gone_settings(record: Mapping[str, Any]) -> dict[str, Any]:

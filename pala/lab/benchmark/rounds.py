@@ -30,7 +30,7 @@ from pala.lab.benchmark.measure import (
     model_us,
     network_us,
 )
-from pala.run.agent import build_envs, with_background
+from pala.run.agent import build_envs
 from pala.system.device import has_bfloat16
 from pala.system.errors import CollectiveError, PalaError
 from pala.system.launcher import process_age_s
@@ -49,9 +49,9 @@ class Rounds:
         """Build all that is measured. `request`: the table that `pala benchmark` wrote."""
         self.comm = comm
         self.request = request
+        self.config = config
         self.threads = threads
         envs = build_envs(comm, config, threads)
-        self.config = config = with_background(comm, config, envs)
         self.seeds = derive(config.seed, comm.rank, "environments", envs.num_envs)
         slowdown = request["slowdown"] if comm.rank == comm.size - 1 else 1.0
         self.envs = ContinuedEnvs(envs, self.seeds, threads, slowdown)

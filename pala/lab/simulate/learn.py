@@ -27,7 +27,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from pala.a2c.agent import make_agent
+from pala.a2c.agent import make_agent, with_background
 from pala.comm.alone import Alone
 from pala.config import Config, EnvConfig, ExchangeConfig, load_preset
 from pala.config.catalogue import RULES
@@ -39,7 +39,6 @@ from pala.lab.simulate.scenario import Scenario, check_simulated, timed_in_updat
 from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.networks.distributions import Categorical
 from pala.report.page import Column, table
-from pala.run.agent import with_background
 from pala.run.provenance import provenance
 from pala.system.command_line import check_choices, check_least, read_command
 from pala.system.errors import PalaError
@@ -129,17 +128,15 @@ class Learners:
 
     def __init__(self, config: Config, ranks: int, make: Callable[[EnvConfig], Envs]) -> None:
         """`make`: makes a rank's environments."""
-        self.ranks = list[_Rank]()
+        self.config, self.ranks = config, list[_Rank]()
         try:
             for rank in range(ranks):
                 envs = make(config.env)
-                if rank == 0:
-                    config = with_background(Alone("simulated"), config, envs)
+                config = with_background(Alone("simulated"), config, envs)
                 self.ranks.append(_Rank(config, rank, ranks, envs))
         except BaseException:
             self.close()
             raise
-        self.config = config
         self.episodes: list[tuple[int, float, float]] = []
         self.distances: list[float] = []
         self.divergences: list[float] = []
