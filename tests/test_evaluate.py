@@ -48,7 +48,9 @@ from pala.system.interrupt import Interrupt
 from support.environments import Sparkle
 from support.policies import CARTPOLE, make_run, network_of
 
-PONG = Config(env=EnvConfig(id="ALE/Pong-v5", max_episode_frames=80))  # 20 steps
+PONG = Config(  # 20 steps
+    env=EnvConfig(id="ALE/Pong-v5", max_episode_frames=80), network=NetworkConfig(background=0.0)
+)
 
 
 class Stuck(Sparkle):

@@ -108,7 +108,10 @@ def assert_keys_stay(found: Any, golden: Any) -> None:
 
 GONE_FACTS = {"message_bytes", "seconds_to_first_step"}
 """No program read them from run.json."""
-DEFAULTS_OF_THEN = ["--a2c.momentum", "0", "--a2c.no-rmsprop-bias-correction", "--network.precision", "float32"]
+DEFAULTS_OF_THEN = [
+    "--a2c.momentum", "0", "--a2c.no-rmsprop-bias-correction",
+    "--network.background", "0", "--network.precision", "float32",
+]  # fmt: skip
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from pala.run import checkpoint, run_folder
 
 CARTPOLE = Config(
     env=EnvConfig(id="CartPole-v1"),
-    network=NetworkConfig(mlp_hidden=(8,)),
+    network=NetworkConfig(mlp_hidden=(8,), background=0.0),
     evaluation=EvaluationConfig(episodes=3, num_envs=2),
 )
 
