@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from pala.a2c.agent import A2CAgent, build
+from pala.a2c.agent import A2CAgent, build, with_background
 from pala.comm.base import Communicator
 from pala.config import Config
 from pala.config.checks import check_exchange
@@ -49,9 +49,9 @@ class Rounds:
         """Build all that is measured. `request`: the table that `pala benchmark` wrote."""
         self.comm = comm
         self.request = request
-        self.config = config
         self.threads = threads
         envs = build_envs(comm, config, threads)
+        self.config = config = with_background(comm, config, envs)
         self.seeds = derive(config.seed, comm.rank, "environments", envs.num_envs)
         slowdown = request["slowdown"] if comm.rank == comm.size - 1 else 1.0
         self.envs = ContinuedEnvs(envs, self.seeds, threads, slowdown)
