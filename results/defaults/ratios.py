@@ -1,4 +1,4 @@
-"""What the defaults learn beside synchronous A2C and GALA's exchange, seed by seed and pooled, from `runs.csv`.
+"""What the defaults learn beside synchronous A2C and GALA's exchange, seed by seed and pooled, from both `runs.csv`.
 
 python results/defaults/ratios.py > results/defaults/ratios.md
 """
@@ -19,22 +19,22 @@ RATIOS = (
     ("GALA's exchange / gossip", "shared_memory", "gossip"),
     ("GALA's exchange / synchronous A2C", "shared_memory", "allreduce"),
 )
+RESULTS = ("defaults", "defaults_pong")
 RESAMPLES = 2000
 LEARNED_NOTHING = 0.02  # of the way from random play to a human, by AUC: chosen after a run that had 0.01
 Scores = dict[tuple[str, int], dict[str, float]]  # game and seed -> variant -> AUC above random play
 
 
-def read(file: Path) -> Scores:
+def read() -> Scores:
     """Return the AUC above random play of every completed run."""
     scores: Scores = {}
-    with file.open(newline="") as lines:
-        for row in csv.DictReader(lines):
+    for name in RESULTS:
+        for row in csv.DictReader((Path(__file__).parents[1] / name / "runs.csv").read_text().splitlines()):
             reference = reference_of(f"ALE/{row['game']}-v5")
             assert reference is not None
             if row["completed"] == "True":
-                scores.setdefault((row["game"], int(row["seed"])), {})[row["variant"]] = (
-                    float(row["auc"]) - reference[0]
-                )
+                of = scores.setdefault((row["game"], int(row["seed"])), {})
+                of[row["variant"]] = float(row["auc"]) - reference[0]
     return dict(sorted(scores.items()))
 
 
@@ -72,7 +72,7 @@ def interval(of_games: Mapping[str, Sequence[float]]) -> str:
 
 def main() -> None:
     """Print the table of runs and that of ratios."""
-    scores = read(Path(__file__).with_name("runs.csv"))
+    scores = read()
     header = ["game", "seed", "gossip", "synchronous A2C", "GALA's exchange"]
     rows = [
         [game, str(seed), *(f"{of[v]:,.1f}" if v in of else "" for v in ("gossip", "allreduce", "shared_memory"))]
