@@ -116,20 +116,21 @@ def test_environments_give_rows(vectorization: Any) -> None:
 
 def test_heads_see_all_parts() -> None:
     """By hand: the images' features joined to the vectors, an MLP for each head of an actor-critic."""
-    space = inputs_of(CAMERAS).space
+    space = inputs_of(Dict({**CAMERAS.spaces, "far": Box(-np.inf, np.inf, (8, 9, 1))})).space
     torch.manual_seed(0)
     config = replace(SMALL, background=0.25)
     critic, values = ActorCritic(space, Discrete(3), config), QNetwork(space, Discrete(3), config)
     rows = torch.rand(5, *space.shape)
     for network in (critic, values):
         vectors, images = space.split(rows)
-        less = 0.25 if network is critic else 0.0
-        seen = [trunk(image - less) for trunk, image in zip(network.image_trunks, images, strict=True)]
+        less = [0.25, 0.25, 0.0] if network is critic else [0.0] * 3  # what has no bounds stays
+        parts = zip(network.image_trunks, images, less, strict=True)
+        seen = [trunk(image - background) for trunk, image, background in parts]
         joined = torch.cat([vectors, *seen], -1)
         trunks = [network.trunk, network.value_trunk] if network is critic else [network.trunk]
         expected = [head(trunk(joined)) for head, trunk in zip(network.heads, trunks, strict=True)]
         torch.testing.assert_close(network.outputs(rows), expected)
-        assert joined.shape == (5, 9 + 2 * 16)
+        assert joined.shape == (5, 9 + 3 * 16)
         network.outputs(rows)[0].sum().backward()
         assert all(float(p.grad.norm()) > 0 for part in network.image_trunks for p in part.parameters())
     blank = blank_observations(space, 5, torch.device("cpu"))

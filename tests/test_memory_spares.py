@@ -87,10 +87,10 @@ def test_a_spare_takes_the_place_of_a_rank_that_dies(
 
 def test_a_spare_computes_in_what_the_others_have_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = type(ALGORITHMS["a2c"])
-    chosen, usual = dict[str, str](), row.build
+    chosen, usual = dict[str, tuple[Any, Any]](), row.build
 
     def build(self: Algorithm, comm: Communicator, config: Config, *given: Any) -> Agent[Any]:
-        chosen[threading.current_thread().name] = config.network.precision
+        chosen[threading.current_thread().name] = config.network.precision, config.network.background
         return usual(self, comm, config, *given)
 
     monkeypatch.setattr(row, "build", build)
@@ -98,7 +98,7 @@ def test_a_spare_computes_in_what_the_others_have_chosen(tmp_path: Path, monkeyp
     config = replace(config, network=replace(config.network, precision="auto"))
     job = train(3, config, [fail_at(0, update=5)], on_count=stop_when(2, updates=5))
     assert stopped_well(job, but_for=[0]) and job.segment["precision"] == "float32"
-    assert chosen == {"rank-0": "auto", "rank-1": "auto", "rank-2": "float32"}
+    assert chosen == {"rank-0": ("auto", "auto"), "rank-1": ("auto", "auto"), "rank-2": ("float32", 0.0)}
 
 
 @pytest.mark.parametrize("topology", slow_but_for(["ring", "exponential", "complete"], "ring"))

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
+from torch import nn
 
+from pala.a2c.agent import with_background
+from pala.comm.alone import Alone
 from pala.config import Config, EnvConfig, NetworkConfig
 from pala.envs.spaces import background_of, channel_axis, image_scale, inputs_of
 from pala.envs.vector import make_envs
@@ -28,6 +31,7 @@ from pala.run import run_folder
 from pala.run.hooks import UserCode
 from pala.system.errors import PalaError
 from support.environments import Sparkle
+from support.helpers import slow_but_for
 from support.memory_jobs import GORILA, configure, run_rank, run_ranks
 
 CPU = torch.device("cpu")
@@ -350,6 +354,8 @@ def test_a_run_keeps_the_background_that_its_first_rank_saw(tmp_path: Any) -> No
     assert train(102, config) == 0.4
     assert train(51, replace(config, total_steps=120), tmp_path / "r") == 0.4
     assert train(102, called("asked", background=0.1)) == 0.1
+    with pytest.raises(AssertionError, match=r"'network.background' is 0.2, but the network of run .* with 0.1; leave"):
+        train(102, replace(called("asked", background=0.2), total_steps=120), tmp_path / "asked")
     assert train(102, called("pixels"), grey=partial(Grey, size=(2, 2, 1))) == 0  # a vector
     assert train(102, replace(called("gorila"), algorithm="gorila", gorila=GORILA, total_steps=400)) == 0
     record = json.loads((tmp_path / "r" / "run.json").read_text())
@@ -361,14 +367,47 @@ def test_a_run_keeps_the_background_that_its_first_rank_saw(tmp_path: Any) -> No
     assert train(102, replace(before, total_steps=180), tmp_path / "r") == 0
 
 
-def test_images_on_one_rank_alone_are_told_and_hang_none(tmp_path: Any) -> None:
-    for first, second in ((partial(Grey, 102), Sparkle), (Sparkle, partial(Grey, 102))):
-        config = configure(tmp_path, steps=60)
+class OwnNetwork(nn.Module):
+    def __init__(self, observation_space: Any, num_outputs: tuple[int, ...]) -> None:
+        super().__init__()
+        self.trunk = nn.Flatten()
+        self.heads = nn.ModuleList(nn.Linear(56, outputs) for outputs in num_outputs)
 
-        def main(comm: Any, first: Any = first, second: Any = second, config: Any = config) -> Any:
-            return run_rank(comm, Request(config, UserCode(second if comm.rank else first)))
 
-        assert ["is not that of rank 0" in str(result) for result in run_ranks(2, main)] == [True, True]
+GREY = UserCode(partial(Grey, 102))
+
+
+@pytest.mark.parametrize("codes", [(GREY, UserCode(Sparkle)), (GREY, UserCode(GREY.make_env, OwnNetwork))])
+@pytest.mark.parametrize("first", [0, 1])
+def test_images_or_an_own_network_on_one_rank_alone_are_told(codes: Any, first: int, tmp_path: Any) -> None:
+    config = configure(tmp_path, steps=60)
+
+    def main(comm: Any) -> Any:
+        return run_rank(comm, Request(config, codes[comm.rank ^ first]))
+
+    assert ["is not that of rank 0" in str(result) for result in run_ranks(2, main)] == [True, True]
+
+
+class Painted(Grey):
+    """Draws its shade from the generator of the whole process."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._shade = np.random.randint(256)  # noqa: NPY002 - that very one
+        return super().reset(seed=seed)
+
+
+@pytest.mark.parametrize("vectorization", slow_but_for(["sync", "async"], "sync"))
+def test_the_background_is_a_seeds_own(vectorization: Any) -> None:
+    def found(seed: int, make_env: Any = Painted) -> Any:
+        config = Config(seed=seed, env=EnvConfig(num_envs=2, vectorization=vectorization))
+        with make_envs(config.env, make_env=make_env) as envs:
+            return with_background(Alone("here"), config, envs).network.background
+
+    assert found(1, partial(Grey, 51)) == 51 / 255
+    assert found(1) == found(1) != found(2)
 
 
 def test_an_environment_from_a_specification_is_called_by_that(tmp_path: Any) -> None:

@@ -31,7 +31,7 @@ from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
 from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
-from pala.system.seeding import derive, torch_weights
+from pala.system.seeding import derive, seed_process, torch_weights
 
 if TYPE_CHECKING:
     from pala.exchange.gossip.sleeping import SleepingGossip
@@ -166,22 +166,23 @@ def build(
     is needed; it is then alone in `comm`. Collective."""
     collectively(comm, lambda: check_placement(comm, config.exchange))
     device, config = device_and_precision(comm, config, envs)
-    if make_network is None and not config.network.custom:
-        config = with_background(comm, config, envs)
+    if not config.network.custom:
+        config = with_background(comm, config, envs, make_network)
     _check_memory(comm, config, envs, device)
     rank = comm.rank if sleeping is None else sleeping.rank
     return collectively(comm, lambda: make_agent(rank, config, envs, device, make_network))
 
 
-def with_background(comm: Communicator, config: Config, envs: Envs) -> Config:
+def with_background(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> Config:
     """Return the configuration with a `network.background` of `auto` found, for all ranks alike, in what the first
-    rank's first environment shows. Collective. Raises CollectiveError."""
+    rank's first environment shows, unless its network is the user's own. Collective. Raises CollectiveError."""
     if config.network.background != "auto":
         return config
 
     def look() -> float:
-        if not has_images(envs.observation_space):
+        if make_network is not None or not has_images(envs.observation_space):
             return 0.0
+        seed_process(config.seed, 0, "background")
         return background_of(envs.first_frame(int(derive(config.seed, 0, "background")[0])), envs.observation_space)
 
     return replace(config, network=replace(config.network, background=from_first(comm, look)))

@@ -115,12 +115,12 @@ def _serve(env: Renewed, pipe: Connection, observation: np.ndarray) -> None:
         what, data = pipe.recv()
         if what == "close":
             return
+        if what != "step" and data is not None:  # for environments that draw from the whole process's generators
+            np.random.seed(data)  # noqa: NPY002 - that very one
+            random.seed(data)
         if what == "try out":
             answer = env.try_out(data)
         elif what == "reset":
-            if data is not None:  # for environments that draw from the generators of the whole process
-                np.random.seed(data)  # noqa: NPY002 - that very one
-                random.seed(data)
             observation[:], answer = env.reset(seed=data)
         else:
             last, reward, terminated, truncated, info = env.step(data)

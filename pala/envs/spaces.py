@@ -172,7 +172,10 @@ def background_of(observation: np.ndarray, space: Box) -> float:
     elif len(space.shape) == 3 and is_bounded(space):
         pixels = [observation.reshape(-1)]
         low, factor = image_scale(space)
-    return min(max(0.0, float(np.median(np.concatenate(pixels)) - low) * factor), 1.0) if pixels else 0.0
+    if not pixels:
+        return 0.0
+    median = np.percentile(np.concatenate(pixels), 50, method="lower")  # one of the pixels
+    return min(max(0.0, float(median - low) * factor), 1.0)
 
 
 def is_bounded(space: Box) -> bool:

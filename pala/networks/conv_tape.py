@@ -97,7 +97,7 @@ class ConvTape(Tape):
 
     def _converted(self, images: Tensor, into: Tensor | None = None) -> Tensor:
         """Return arranged observations in the precision of the passes; bytes less the lowest pixel, which is exact in
-        bfloat16, too."""
+        bfloat16, too, if that is a whole number."""
         inputs = images.to(self._dtype) if into is None else into.copy_(images)
         return inputs.sub_(self._pixel_low) if self._pixel_low and not images.is_floating_point() else inputs
 

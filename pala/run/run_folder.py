@@ -258,11 +258,18 @@ def config_of(path: str | os.PathLike[str], record: dict[str, Any] | None = None
 
 
 def with_kept_background(config: Config, path: Path) -> Config:
-    """Return a configuration with a `network.background` of `auto` as a run has found it. Raises PalaError."""
-    if config.network.background != "auto":
-        return config
-    background = read(path)["segments"][-1].get("background", 0.0)
-    return replace(config, network=replace(config.network, background=background))
+    """Return a run's configuration with a `network.background` of `auto` as the run has found it. Raises PalaError for
+    another one than the run's."""
+    record, asked = read(path), config.network.background
+    kept = config_of(path, record).network.background
+    if kept == "auto":
+        kept = record["segments"][-1].get("background", 0.0)
+    if asked not in ("auto", kept):
+        raise PalaError(
+            f"'network.background' is {asked:g}, but the network of run '{path}' has learned with {kept:g}; leave it "
+            "out, or begin another run."
+        )
+    return replace(config, network=replace(config.network, background=kept))
 
 
 def gone_settings(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,12 +128,12 @@ class Learners:
 
     def __init__(self, config: Config, ranks: int, make: Callable[[EnvConfig], Envs]) -> None:
         """`make`: makes a rank's environments."""
-        self.config, self.ranks = config, list[_Rank]()
+        self.config, self.ranks, self._envs = config, list[_Rank](), list[Envs]()
         try:
             for rank in range(ranks):
-                envs = make(config.env)
-                config = with_background(Alone("simulated"), config, envs)
-                self.ranks.append(_Rank(config, rank, ranks, envs))
+                self._envs.append(make(config.env))
+                config = with_background(Alone("simulated"), config, self._envs[-1])
+                self.ranks.append(_Rank(config, rank, ranks, self._envs[-1]))
         except BaseException:
             self.close()
             raise
@@ -147,8 +147,8 @@ class Learners:
 
     def close(self) -> None:
         """End the environments, whose processes would outlive a training."""
-        for rank in self.ranks:
-            rank.envs.close()
+        for envs in self._envs:
+            envs.close()
 
     def update(self, number: int, parameters: Tensor, global_steps: int) -> None:
         """Make a rollout and an update of a rank after `global_steps` steps of all ranks; its `parameters` change in
