@@ -463,6 +463,21 @@ def test_what_cannot_be_told_is_no_reason_to_fail(output: str, tmp_path: Path) -
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "done").exists()
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_is_one_write_so_that_lines_of_ranks_do_not_mix(stream: str, unbuffered: str) -> None:
+    code = (
+        "from pala.system.output import log, print_result; print_result('out'); log('err'); print_result('two\\nlines')"
+    )
+    reader, writer = os.pipe2(os.O_DIRECT)  # a read gets what one write gave
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered, "PYTHONPATH": str(REPOSITORY)}
+    with open(reader, "rb", buffering=0) as packets:
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, **{stream: writer})
+        os.close(writer)
+        expected = [b"out\n", b"two\nlines\n"] if stream == "stdout" else [b"err\n"]
+        assert [packets.read(100) for _ in expected] == expected and not packets.read(100)
+
+
 def test_what_a_locale_cannot_write_is_replaced(monkeypatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr("sys.stdout", out)

@@ -73,17 +73,18 @@ def check_printed() -> None:
 
 
 def print_result(message: str) -> None:
-    """Print lines to standard output, at once.
+    """Print lines to standard output, at once and whole, so that lines of ranks do not mix.
 
     Lines that cannot be written (a full disk, a reader that is gone) are lost, with all after them: no reason to stop
     training."""
-    message = printable(message)
+    lines = printable(message) + "\n"  # one write, also under PYTHONUNBUFFERED, where `print` makes two
     try:
         try:
-            print(message, flush=True)
+            sys.stdout.write(lines)
         except UnicodeEncodeError:  # in an ASCII or Latin-1 locale
             encoding = sys.stdout.encoding
-            print(message.encode(encoding, "replace").decode(encoding), flush=True)
+            sys.stdout.write(lines.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             _lost.append(reason(error))

@@ -96,7 +96,9 @@ class Launcher:
     jobs: list[Job] = field(default_factory=list)
 
     def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PMI_", "OMP_"))}
+        # Under PYTHONUNBUFFERED `print` writes its line's end apart, and the lines of two ranks mix.
+        unwanted = ("OMPI_", "PMIX_", "PMI_", "OMP_", "PYTHONUNBUFFERED")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
         return kept | {
             "PATH": f"{self.folder}:{os.environ['PATH']}",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
