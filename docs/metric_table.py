@@ -49,7 +49,7 @@ METRICS = (
         "the number KEY of its last info (`env.episode_info`), or null; in the interval's record the mean",
     ),
     Metric("episodes_left_out", "interval", _ALL, "", "episodes",
-        "that ended and have no record: of more than 1,000 in an interval an even sample is kept",
+        "ended episodes without a record: an interval keeps at most 1,000, evenly sampled",
     ),
     Metric("env_failures", "interval", _ALL, "", "",
         "times that one of its environments failed and was made again (`env.restarts`); the episodes are left out",
@@ -58,7 +58,8 @@ METRICS = (
         "speed of this rank; the sum over ranks is the speed of the job",
     ),
     Metric("updates", "interval", ACTOR_CRITIC, "", "",
-        "of this rank since the run began, skipped ones included; with another number of ranks, on from the first's",
+        "of this rank since the run began, with skipped ones; after a change of the number of ranks it continues from "
+        "the first rank's",
     ),
     Metric("updates_skipped", "interval", ACTOR_CRITIC, "", "",
         "left out in this interval because the gradient was not finite",
@@ -110,7 +111,8 @@ METRICS = (
         "times that this rank's patience ended and it continued without a mix",
     ),
     Metric("sends_without_buffer", "interval", ACTOR_CRITIC, "", "",
-        "sends put off because both send buffers were under way (`shared_memory`: left out, the last was not read)",
+        "sends that waited because both send buffers were in use (`shared_memory`: sends skipped because the last one "
+        "was unread)",
     ),
     Metric("group", "interval", ACTOR_CRITIC, "", "",
         "number of this rank's group, with `exchange.group`; only its leader sends and mixes",
