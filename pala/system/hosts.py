@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
 from pala.system.errors import PalaError, reason
-from pala.system.jobs import MpiJob, environment_of_jobs
+from pala.system.jobs import LOOK_S, MpiJob, environment_of_jobs
 
 _PROBE_S = 60.0  # for a host to start one process
 
@@ -70,7 +70,10 @@ def answering(hosts: Sequence[Host], mpirun: Sequence[str]) -> list[Host]:
 
     with ThreadPoolExecutor(len(hosts)) as pool:
         try:
-            return [host for host, answer in zip(hosts, pool.map(answers, hosts), strict=True) if answer]
+            asked = {pool.submit(answers, host): host for host in hosts}
+            while wait(asked, LOOK_S).not_done:  # without a limit it may miss a signal that comes as it begins
+                pass
+            return [host for answer, host in asked.items() if answer.result()]
         except BaseException:  # a signal: the pool waits for its threads, and they for the probes
             for probe in probes:
                 probe.kill()
