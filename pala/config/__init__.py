@@ -14,14 +14,7 @@ from pala.config.schema import (
     RunConfig,
 )
 
-ENV_OPERATION = tuple(key for key, facts in facts_of(EnvConfig).items() if facts.changes == "nothing")
-"""Settings of `EnvConfig` that change no game: how many are played, and how."""
-ENV_LEARNING = tuple(key for key, facts in facts_of(EnvConfig).items() if facts.changes == "view")
-"""Settings of `EnvConfig` that change only what a learner sees of a game."""
-
 __all__ = [
-    "ENV_LEARNING",
-    "ENV_OPERATION",
     "A2CConfig",
     "Config",
     "EnvConfig",

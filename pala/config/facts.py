@@ -41,9 +41,8 @@ class Facts:
     """`learning`: how a run learns, and how fast. `speed`: how fast alone. `nothing`: only what is shown and kept."""
     follows_budget: tuple[Any, ...] = ()
     """Values of it that change over the budget: runs of unlike budgets then differ from their first update on."""
-    changes: Literal["game", "view", "nothing"] = "game"
-    """Effect on environments. `game`: what is played. `view`: what a learner sees of it, but no reported return.
-    `nothing`: neither, so that what was seen before the change still holds."""
+    changes_returns: bool = True
+    """Whether reported returns of a policy, of whole games and unclipped, depend on it: of an environment's setting."""
     evaluation_may_differ: bool = False
     """Whether an evaluation may set it otherwise than the run did."""
 

@@ -28,7 +28,7 @@ class EnvConfig:
     id: str = "ALE/Pong-v5"
     """Gymnasium id; `module:id` imports the module first. Ids that begin with `ALE/` get the Atari settings of this
     section; all others ignore them, and may have arguments: `FrozenLake-v1(is_slippery=False)`."""
-    num_envs: int = setting(16, between=(1, 1e6), changes="nothing")
+    num_envs: int = setting(16, between=(1, 1e6), changes_returns=False)
     """Environments a rank [GALA: 16]."""
     wrappers: tuple[str, ...] = ()
     """Other than Atari: Gymnasium wrappers around each environment, the innermost first: `FlattenObservation`,
@@ -36,17 +36,17 @@ class EnvConfig:
     reset_options: str = setting("", games="others")
     """Other than Atari: the `options` of each reset, as keys with plain values: `low=-0.1, high=0.1` is `{"low": -0.1,
     "high": 0.1}`."""
-    episode_info: tuple[str, ...] = setting((), decides="nothing", changes="nothing")
+    episode_info: tuple[str, ...] = setting((), decides="nothing", changes_returns=False)
     """Other than Atari: numbers in the `info` of an episode's last step that are recorded with it, such as
     `is_success`: in metrics, TensorBoard and evaluations."""
-    vectorization: Literal["sync", "async"] = setting("sync", games="others", changes="nothing")
+    vectorization: Literal["sync", "async"] = setting("sync", games="others", changes_returns=False)
     """Other than Atari: step the environments in this process, or each in a (spawned) process of its own. With `async`
     a script calls `pala.fit` or `pala.evaluate_policy` below `if __name__ == "__main__":`, because each process
     imports the script."""
-    restarts: int = setting(3, between=(0, 1e6), decides="nothing", changes="nothing")
+    restarts: int = setting(3, between=(0, 1e6), decides="nothing", changes_returns=False)
     """Failures of one environment in a row, without a whole episode in between, after which a new one takes its place;
     the next one ends the rank (docs/failing_environments.md)."""
-    clip_rewards: Literal["auto", "sign", "none"] = setting("auto", changes="view")
+    clip_rewards: Literal["auto", "sign", "none"] = setting("auto", changes_returns=False)
     """Rewards that the learner sees: the sign of each [DQN] or the reward itself. `auto`: sign for Atari, none for
     others. Reported returns are never clipped."""
     normalize_observations: bool = False
@@ -55,7 +55,7 @@ class EnvConfig:
     """Show the learner rewards over the running deviation of the discounted return. A2C only."""
     image_layout: Literal["auto", "channels_first", "channels_last"] = setting("auto", games="others")
     """Other than Atari: which axis of an image has its channels. `auto`: by its shape (docs/spaces.md)."""
-    terminal_on_life_loss: bool = setting(True, games="atari", changes="view")
+    terminal_on_life_loss: bool = setting(True, games="atari", changes_returns=False)
     """Atari: a lost life ends the return in training, though the game continues [GALA]. Reports count whole games."""
     frame_skip: int = setting(4, between=(1, 1000), games="atari")
     """Atari: emulator frames a step, each with the same action; the last two are max-pooled [DQN]."""

@@ -11,13 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from pala.config import ENV_LEARNING, ENV_OPERATION, EnvConfig
+from pala.config import EnvConfig, facts_of
 from pala.run import checkpoint
 from pala.run.view import RunView
 from pala.system.files import json_text
 
-# Settings without effect on the returns of a policy, which are of whole games, unclipped.
-_NO_EFFECT_ON_RETURNS = (*ENV_OPERATION, *ENV_LEARNING)
+_NO_EFFECT_ON_RETURNS = [key for key, facts in facts_of(EnvConfig).items() if not facts.changes_returns]
 
 
 class BestPolicy:
