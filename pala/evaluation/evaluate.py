@@ -23,7 +23,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,15 +44,6 @@ if TYPE_CHECKING:
 
 _PROGRAM = "pala evaluate"
 _LOOK_S = 5.0  # for a newer checkpoint
-
-
-@dataclass(frozen=True)
-class Environments:
-    """The environments that are played."""
-
-    id: tuple[str, ...] = ()
-    """In place of the run's own, by its other settings; several make a table. They must have the observations and
-    actions that the policy was trained with."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,9 @@ class Command:
     """Atari, other than the run's: emulator frames after which an episode is cut."""
     epsilon: float | None = None
     """Gorila, other than the run's: probability of a random action."""
-    env: Environments = field(default_factory=Environments)
+    env_ids: Annotated[tuple[str, ...], tyro.conf.arg(name="env.id")] = ()
+    """Environments in place of the run's own, by its other settings; several make a table. They must have the
+    observations and actions that the policy was trained with."""
 
 
 def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
@@ -98,7 +91,7 @@ def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
         raise PalaError("Name the folder of at least one run to score.")
     commands = [(run, _over_settings_of(run, arguments)) for run in runs]
     first = commands[0][1]
-    for number, what in ((len(runs), "run"), (len(first.env.id), "environment")):
+    for number, what in ((len(runs), "run"), (len(first.env_ids), "environment")):
         if number > 1 and (first.follow or first.video is not None):
             option = "--follow" if first.follow else "--video"
             raise PalaError(f"'{option}' is of one {what}, but {number} are named.")
@@ -172,7 +165,7 @@ def _tasks(commands: list[tuple[Path, Command]], threads: int) -> list[_Task]:
         given = {name: getattr(command, name) for name in OTHER_SETTINGS}
         other = {name: value for name, value in given.items() if value is not None}
         acting = Acting(command.greedy, command.seed, threads, command.trust_run, command.best, other)
-        played = [replace(acting, env_id=env_id) for env_id in command.env.id or ("",)]
+        played = [replace(acting, env_id=env_id) for env_id in command.env_ids or ("",)]
         tasks += [_Task(run, run.absolute(), command, acting) for acting in played]
     return tasks
 
@@ -220,7 +213,7 @@ def main() -> None:
         tasks = _tasks(commands, threads)
     failed = False
     scored: list[tuple[_Task, Evaluation]] = []
-    as_table = len(tasks[0].command.env.id) > 1
+    as_table = len(tasks[0].command.env_ids) > 1
     try:
         for task in tasks:
             command = task.command
