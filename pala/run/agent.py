@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -171,15 +171,7 @@ class Agent(abc.ABC, Generic[ExchangeT]):
             )
             return
         state = exchange.state() if exchange is not None else self.start
-        counters = {
-            "updates": self.counters.updates,
-            "applied": self.counters.applied,
-            "local_steps": self.counters.local_steps,
-            "time_s": self.counters.time_s,
-            "spares": run.spares,
-            **state._asdict(),
-            **numbers,
-        }
+        counters = {**asdict(self.counters), "spares": run.spares, **state._asdict(), **numbers}
         streams = {"actions": self.generator.get_state()}
         try:
             checkpoint.save_rank(
