@@ -178,11 +178,8 @@ def _words(error: Exception) -> str:
 
 def _write_video(file: Path, frames_per_s: float, pictures: Iterator[np.ndarray]) -> int:
     """Encode the pictures (H.264); returns how many steps lie between them. Raises PalaError."""
-    try:
-        imageio = importlib.import_module("imageio.v2")
-        encoder = importlib.import_module("imageio_ffmpeg")
-    except ImportError as error:
-        raise PalaError(f"A video needs more packages ({error}): `pip install imageio imageio-ffmpeg`.") from None
+    imageio = importlib.import_module("imageio.v2")
+    encoder = importlib.import_module("imageio_ffmpeg")
     neighbour = file.with_name(f".{file.stem}.{os.getpid()}.mp4")
     steps, shape = 0, None
     try:

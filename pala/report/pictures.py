@@ -1,6 +1,6 @@
 """The common part of pictures: colours, empty figures, panels, legends, files.
 
-matplotlib is imported by the functions that draw: it takes half a second, and training continues where it is missing.
+matplotlib is imported by the functions that draw: it takes half a second.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ MARKERS = "osD^vP*X"
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure of this size in inches. Raises PalaError where matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PalaError(f"A picture needs matplotlib ({error}): `pip install matplotlib`.") from None
+    """Make an empty figure of this size in inches."""
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), dpi=130, layout="constrained")
 
 
