@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -529,6 +530,14 @@ def test_a_preset_that_starts_nothing_says_so(
 def test_a_dry_run_of_a_report_is_a_mistake(there: Path) -> None:
     with pytest.raises(PalaError, match="Give only one of --report-only, --dry-run"):
         compare(Command(Path("preset.toml"), report_only=True, dry_run=True))
+
+
+def test_a_dry_run_may_be_cut_short(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `head`, which has gone when the commands are printed."""
+    plan_of()
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(write=Mock(side_effect=BrokenPipeError)))
+    monkeypatch.setattr("os.dup2", lambda *descriptors: None)
+    assert compare(Command(Path("preset.toml"), dry_run=True)) == []
 
 
 def test_a_dry_run_does_nothing(there: Path, capsys: pytest.CaptureFixture[str]) -> None:

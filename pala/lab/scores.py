@@ -31,6 +31,7 @@ from pala.run import run_folder
 from pala.system.command_line import exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.files import refuse_links
+from pala.system.output import print_result
 from pala.system.text import counted, csv_text, short_number
 
 PUBLISHED = "dqn_gorila_noop_scores.csv"
@@ -259,4 +260,4 @@ def write(folders: Sequence[Path], output: Path) -> Path:
 def main() -> None:
     """Run `pala scores`."""
     command = read_command("pala scores", sys.argv[1:], Command())
-    print(write(command.runs, command.output))
+    print_result(str(write(command.runs, command.output)))

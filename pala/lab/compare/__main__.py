@@ -95,7 +95,7 @@ def compare(command: Command) -> list[Planned]:
             log(note)
         raise PalaError(f"{plan.source} starts no run of what was asked for; give those made elsewhere by `--add`.")
     if command.dry_run:
-        print(f"{plan.source} starts no run of what was asked for; what `--add` gives would be reported.")
+        print_result(f"{plan.source} starts no run of what was asked for; what `--add` gives would be reported.")
         return []
     return _report(asked)
 
@@ -191,7 +191,7 @@ def _preview(commands: Sequence[Sequence[str]], unfit: Mapping[Planned, str], re
     for run, why in unfit.items():
         log(f"{run}: {why}")
     if commands or not unfit:
-        print("\n".join(map(shlex.join, commands)) or nothing_missing(results))
+        print_result("\n".join(map(shlex.join, commands)) or nothing_missing(results))
     return []
 
 
