@@ -418,7 +418,6 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="pala train",
         allow_abbrev=False,
-        add_help=False,
         usage="%(prog)s [options] [PRESET | --resume RUN] [options of pala.train]",
         description="Start a training job by mpirun, and resume it when it ends before the run is complete. What is "
         "not listed here is passed on to pala.train (`pala train --help`).",
@@ -438,12 +437,8 @@ def read_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--continue", dest="go_on", action="store_true", help=going_on)
     parser.add_argument("--restarts", type=int, default=0, help="the most restarts (%(default)s)")
     parser.add_argument("--pause-s", type=float, default=5.0, help="seconds before the first; it doubles (%(default)s)")
-    parser.add_argument("-h", "--help", action="store_true", help="show this")
     parser.add_argument("--mpirun", default="mpirun", help="the program with its options, in quotes (%(default)s)")
     options, others = parser.parse_known_args(arguments)
-    if options.help:
-        parser.print_help()
-        sys.exit(0)
     lower_bounds = (("-n", options.ranks, 1), ("--restarts", options.restarts, 0), ("--pause-s", options.pause_s, 0))
     for name, value, least in lower_bounds:
         if value is not None and not value >= least:
