@@ -56,7 +56,7 @@ def test_the_same_from_the_same_seed(method: str) -> None:
 @pytest.mark.slow
 def test_another_seed_gives_another_run() -> None:
     cluster = Cluster(5, ranks_per_host=2)
-    assert predict_gossip(cluster, COSTS, "random", 1) != predict_gossip(cluster, COSTS, "random", 2)
+    assert predict_gossip("random", cluster, COSTS, 1) != predict_gossip("random", cluster, COSTS, 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -83,7 +83,7 @@ def test_all_wait_for_a_straggler_by_allreduce_and_nobody_by_gossip() -> None:
 def test_who_must_mix_after_each_update_waits_for_the_straggler() -> None:
     """A ring with staleness 0 goes round at the slow rank's pace."""
     cluster = Cluster(8, straggler=4.0, **INFINITE)
-    prediction = predict_gossip(cluster, replace(FREE, max_staleness=0), "ring", 1)
+    prediction = predict_gossip("ring", cluster, replace(FREE, max_staleness=0), 1)
     assert efficiency(prediction, cluster, FREE) < 1 / 3.9 and prediction.wait_share > 0.6
 
 
@@ -223,8 +223,8 @@ def test_a_group_waits_for_its_slowest_and_sends_for_all() -> None:
     assert grouped.steps_per_update == 4 * spread.steps_per_update
     drawn = grouped.draw(np.linspace(0, 1, 10_001)).mean()
     assert drawn == pytest.approx(mean_s, rel=0.01) and grouped.update_quantiles_s[-1] == 0.03
-    alone = predict_gossip(cluster, FREE, "random", 1)
-    together = predict_gossip(of_groups(cluster, 4), group_costs(FREE, 4), "random", 1)
+    alone = predict_gossip("random", cluster, FREE, 1)
+    together = predict_gossip("random", of_groups(cluster, 4), group_costs(FREE, 4), 1)
     assert together.steps_per_s == pytest.approx(alone.steps_per_s, rel=0.01)
     assert together.bytes_per_s < 0.3 * alone.bytes_per_s
 
@@ -304,7 +304,7 @@ def test_a_slow_rank_is_not_waited_for_longer_than_the_patience() -> None:
     cluster = Cluster(2, straggler=200.0, **INFINITE)
     in_step = replace(FREE, max_staleness=0)
     patient, impatient = (
-        predict_gossip(cluster, replace(in_step, patience_s=s), "ring", 1).steps_per_s for s in (1e9, 5.0)
+        predict_gossip("ring", cluster, replace(in_step, patience_s=s), 1).steps_per_s for s in (1e9, 5.0)
     )
     assert impatient > 5 * patient
 

@@ -274,7 +274,7 @@ class GossipCluster(VirtualCluster):
         return self._control_bytes + self.costs.model_bytes * is_model
 
 
-def predict_gossip(cluster: Cluster, costs: Costs, topology: str, seed: int) -> Prediction:
+def predict_gossip(topology: str, cluster: Cluster, costs: Costs, seed: int) -> Prediction:
     """Predict gossip with this topology over MPI."""
     return measured(GossipCluster(cluster, costs, topology, seed), cluster.warm_up_updates, cluster.updates_a_rank)
 

@@ -63,12 +63,8 @@ def predict_allreduce(cluster: Cluster, costs: Costs, seed: int) -> Prediction:
     )
 
 
-def _gossip(topology: str, cluster: Cluster, costs: Costs, seed: int) -> Prediction:
-    return predict_gossip(cluster, costs, topology, seed)
-
-
 METHODS: dict[str, Callable[[Cluster, Costs, int], Prediction]] = {
-    **{topology: partial(_gossip, topology) for topology in ("random", "exponential", "ring")},
+    **{topology: partial(predict_gossip, topology) for topology in ("random", "exponential", "ring")},
     "allreduce": predict_allreduce,
 }
 """Name -> how it is simulated: called with the cluster, the costs and the seed."""
