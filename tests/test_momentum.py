@@ -39,7 +39,7 @@ def test_the_model_moves_as_the_formula_says(block: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(blocks, "_BLOCK", block)
     own, moved = torch.randn(2, 30, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = torch.zeros(5, dtype=torch.float64)
-    momentum = Momentum(x, 0.75)
+    momentum = Momentum(x, 0.75, torch.zeros_like(x))
     expected = by_formula(own, moved, 0.75)
     for t in range(30):
         momentum.push_()
@@ -50,7 +50,7 @@ def test_the_model_moves_as_the_formula_says(block: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
 def test_the_mean_goes_so_many_times_as_far(momentum: float) -> None:
     x = torch.zeros(1, dtype=torch.float64)
-    push = Momentum(x, momentum)
+    push = Momentum(x, momentum, torch.zeros_like(x))
     for _ in range(1000):
         push.push_()
         x += 1
@@ -62,7 +62,7 @@ def test_the_mean_goes_so_many_times_as_far(momentum: float) -> None:
 
 def test_it_starts_anew_with_another_model() -> None:
     x = torch.zeros(3)
-    momentum = Momentum(x, 0.9)
+    momentum = Momentum(x, 0.9, torch.zeros_like(x))
     for _ in range(5):
         momentum.push_()
         x += 1

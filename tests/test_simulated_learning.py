@@ -110,9 +110,9 @@ def test_gossip_does_not_wait_for_a_slow_rank() -> None:
 
 
 def test_a_curve_has_the_mean_return_of_each_interval() -> None:
-    learned = Learned([(10, 0, 1.0), (20, 0, 3.0), (80, 0, 5.0)], 100, 1.0, [1], 0, 1.0, [], [])
-    assert learned.curve(4, 100) == [2.0, 2.0, 2.0, 5.0]
-    assert learned.auc(100) == pytest.approx((9 * 1 + 30 * 3 + 11 * 5) / 50)
+    learned = Learned([(9, 0, 0.5), (10, 0, 1.5), (20, 0, 3.0), (80, 0, 5.0)], 100, 1.0, [1], 0, 1.0, [], [])
+    assert learned.curve(100) == 4 * [0.5] + 5 * [1.0] + 30 * [3.0] + 11 * [5.0]
+    assert learned.auc(100) == pytest.approx((4 * 0.5 + 5 * 1 + 30 * 3 + 11 * 5) / 50)
 
 
 def test_the_program_prints_a_table_and_keeps_every_episode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,14 +19,14 @@ _DECAY = 0.8  # of the running mean, an update; ours
 class Momentum:
     """Momentum of one rank's flat parameters. Costs two vectors of memory and no message."""
 
-    def __init__(self, parameters: Tensor, momentum: float, mean_move: Tensor | None = None) -> None:
+    def __init__(self, parameters: Tensor, momentum: float, mean_move: Tensor) -> None:
         """`momentum`: the mean of the ranks' models goes 1 / (1 - momentum) times as far as by the own steps alone;
-        `mean_move`: the memory of the running mean."""
+        `mean_move`: memory of the running mean, which a checkpoint keeps."""
         self._momentum = momentum
-        self.mean_move = torch.zeros_like(parameters) if mean_move is None else mean_move  # the running mean, an update
+        self._mean_move = mean_move
         before = torch.empty_like(parameters)  # the parameters at the last call
         self._has_before = False
-        self._blocks = [*in_blocks(parameters, self.mean_move, before)]
+        self._blocks = [*in_blocks(parameters, mean_move, before)]
 
     def push_(self) -> None:
         """Move the parameters by the momentum. Once an update, before or after the own step, not between the
@@ -41,5 +41,5 @@ class Momentum:
 
     def restart(self) -> None:
         """Forget how the model came here: it is another one."""
-        self.mean_move.zero_()
+        self._mean_move.zero_()
         self._has_before = False

@@ -50,7 +50,7 @@ class WaitForRanks(LongWait):
     """A rank's wait until all ranks have come. After a while it tells the others that it waits, and the lowest of those
     that wait names the ranks that have not come."""
 
-    def __init__(self, rank: int, where: str | None = "") -> None:
+    def __init__(self, rank: int, where: str | None) -> None:
         """`where`: the place in the code that all come to, or None if the wait is expected and nothing is said."""
         super().__init__()
         self._rank, self._where = rank, where

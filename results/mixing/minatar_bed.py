@@ -178,7 +178,7 @@ def train(job: Job) -> dict[str, Any]:
     mean = lambda values: sum(values) / len(values) if values else 0.0  # noqa: E731
     return job._asdict() | {
         "mean_height": learned.auc(job.total_steps),
-        "curve": [round(height, 3) for height in learned.curve(50, job.total_steps)],
+        "curve": [round(height, 3) for height in learned.curve(job.total_steps)],
         "progress_kept": learned.progress_kept,
         "distance": mean(learned.distances),
         "divergence": mean(learned.divergences),

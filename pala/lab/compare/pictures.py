@@ -193,15 +193,15 @@ def _draw_speeds(
         shade_beyond_cores(panel, counts, comparison.ranks_beyond_cores(game).intersection(counts))
         panel.set_ylabel(label)
     speed.set_yscale("log")
-    _label_plainly(speed.yaxis, "{x:,.0f}")
+    _label_plainly(speed.yaxis)
     efficiency.set_ylim(0, 1.05 * max(1.0, efficiency.get_ylim()[1]))
     efficiency.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def _label_plainly(axis: AxisOfPanel, form: str) -> None:
+def _label_plainly(axis: AxisOfPanel) -> None:
     """Label a logarithmic axis by 1, 2, 5, 10 and so on."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(StrMethodFormatter(form))
+    axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

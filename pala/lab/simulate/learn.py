@@ -53,6 +53,7 @@ class NotFiniteError(PalaError):
 
 METHODS = (*RULES, "allreduce", "none")
 _PROGRAM = "pala simulate learn"
+_INTERVALS = 50  # of a learning curve
 _LOOKS = 50  # at the distance between ranks, over a training
 _SLOWNESS = 4.0  # factor by which slow ranks are slower
 
@@ -103,13 +104,13 @@ class Learned:
     divergences: list[float]
     """Mean KL divergence of the ranks' policies from that of the first, on the first's observations (Discrete)."""
 
-    def curve(self, bins: int, total_steps: int) -> list[float]:
-        """Return the mean return in equal intervals of the budget. An interval without an episode takes the value
+    def curve(self, total_steps: int) -> list[float]:
+        """Return the mean return in 50 equal intervals of the budget. An interval without an episode takes the value
         before it; at the beginning, the first episode's return. Raises PalaError if no episode ended."""
         if not self.episodes:
             raise PalaError("No episode ended: raise '--total-steps'.")
         curve, last = [], self.episodes[0][2]
-        edges = [total_steps * i // bins for i in range(bins + 1)]
+        edges = [total_steps * i // _INTERVALS for i in range(_INTERVALS + 1)]
         steps = [episode[0] for episode in self.episodes]
         for low, high in itertools.pairwise(edges):
             first, end = np.searchsorted(steps, [low, high], side="right")
@@ -120,7 +121,7 @@ class Learned:
 
     def auc(self, total_steps: int) -> float:
         """Return the area under the learning curve, divided by the curve's length: a mean return."""
-        return statistics.fmean(self.curve(50, total_steps))
+        return statistics.fmean(self.curve(total_steps))
 
 
 class Learners:
@@ -387,7 +388,7 @@ _COLUMNS: list[Column[_Row]] = [
     Column("method", lambda row: row[0]),
     Column("AUC", lambda row: statistics.fmean(_aucs(row)), ".1f"),
     Column("range", lambda row: f"{min(_aucs(row)):.1f}-{max(_aucs(row)):.1f}"),
-    Column("last return", lambda row: statistics.fmean(each.curve(50, row[2])[-1] for each in row[1]), ".1f"),
+    Column("last return", lambda row: statistics.fmean(each.curve(row[2])[-1] for each in row[1]), ".1f"),
     _mean("kept", lambda training: training.progress_kept, ".2f"),
     _mean("distance", lambda training: statistics.fmean(training.distances or [0.0]), ".4f"),
     _mean("KL", lambda training: statistics.fmean(training.divergences or [0.0]), ".4f"),
