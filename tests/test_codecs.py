@@ -434,7 +434,7 @@ def test_a_part_is_taken_on_the_device_before_the_next_update() -> None:
     for step in range(1, 6):
         node.parameters.fill_(step)
         header = Message(Kind.MODEL, 0, 0, 1.0, Stop.NONE, np.zeros(RANKS, np.uint64))
-        node.send.fill(header, node.parameters, whole=False)
+        node.send.fill(header, node.codec.pack(node.parameters, whole=False))
         node.parameters.fill_(-1.0)
         clutter = [torch.full((50_000,), -1.0, device=device) for _ in range(8)]
         while not node.send.ready():
@@ -465,7 +465,7 @@ def header(node: Node, kind: Kind = Kind.OFFER) -> Message:
 
 def offer_of(node: Node, whole: bool) -> tuple[np.ndarray, Held, list[int]]:
     """(its bytes, what stays with the sender, the parameters that it holds)."""
-    node.send.fill(header(node), node.parameters, whole)
+    node.send.fill(header(node), node.codec.pack(node.parameters, whole))
     while not node.send.ready():
         pass
     data = node.send.data.copy()
@@ -474,8 +474,8 @@ def offer_of(node: Node, whole: bool) -> tuple[np.ndarray, Held, list[int]]:
 
 
 def answer_of(node: Node, part_: Part) -> np.ndarray:
-    buffer = SendBuffer(node.wire, node.codec, node.parameters.device)
-    buffer.fill_part(header(node, Kind.ANSWER), node.parameters, part_)
+    buffer = SendBuffer(node.wire, node.parameters.device)
+    buffer.fill(header(node, Kind.ANSWER), node.codec.pack_part(node.parameters, part_))
     while not buffer.ready():
         pass
     return buffer.data.copy()

@@ -230,13 +230,13 @@ def test_moments_arrive_exact_by_every_codec(compression: str) -> None:
     mine, theirs = (1000 + torch.rand(40, generator=draw) for _ in range(2))
     codecs = [make_codec(config, x, 5) for x in (mine, theirs)]
     wire = Wire(2, 40, 1, gossip_sizes(codecs[0].sizes))
-    send, inbox = SendBuffer(wire, codecs[1], CPU), ReceiveBuffer(wire, codecs[0], CPU)
-    offer = SendBuffer(wire, codecs[0], CPU)
+    send, inbox = SendBuffer(wire, CPU), ReceiveBuffer(wire, codecs[0], CPU)
+    offer = SendBuffer(wire, CPU)
     header = Message(Kind.MODEL, 1, 0, 1.0, Stop.NONE, np.zeros(2, np.uint64))
 
     def deliver(whole: bool = False) -> None:
         theirs.add_(torch.rand(40, generator=draw))
-        send.fill(header, theirs, whole)
+        send.fill(header, codecs[1].pack(theirs, whole))
         inbox.data[: len(send.data)] = send.data
         message = wire.decode(inbox.data[: len(send.data)])
         assert isinstance(message, Message) and inbox.check(message, len(send.data)) is None
@@ -253,9 +253,9 @@ def test_moments_arrive_exact_by_every_codec(compression: str) -> None:
         distance = inbox.codec.pull(mine, 0.25)
         torch.testing.assert_close(mine[-5:], expected, rtol=1e-7, atol=1e-4)
         assert distance is not None and distance < 30
-    offer.fill(header, mine)
+    offer.fill(header, codecs[0].pack(mine, whole=True))
     deliver(whole=True)
-    offer.fill(header, mine, whole=True)
+    offer.fill(header, codecs[0].pack(mine, whole=True))
     assert inbox.codec.check_answer(offer.held) is None
     before = mine.clone()
     inbox.codec.move(mine, inbox.codec.difference(offer.held, in_place=False), 0.5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pala.config.catalogue import RULES
 from pala.exchange.budget import Stop
-from pala.exchange.gossip.codecs import Float32
+from pala.exchange.gossip.codecs import Float32, Packed
 from pala.exchange.gossip.messages import WITH_MODEL, Kind, gossip_sizes
 from pala.exchange.gossip.models import ReceiveBuffer, SendBuffer
 from pala.exchange.wire import Message, Refusal, Wire
@@ -33,8 +33,11 @@ def wire(ranks: int = RANKS, parameters: int = PARAMETERS, signature: int = SIGN
 
 
 def send_buffer(of: Wire | None = None, device: torch.device = CPU) -> SendBuffer:
-    of = of or wire()
-    return SendBuffer(of, Float32(torch.zeros(of.num_parameters, device=device)), device)
+    return SendBuffer(of or wire(), device)
+
+
+def packed(parameters: torch.Tensor) -> Packed:
+    return Float32(parameters).pack(parameters, whole=True)
 
 
 def receive_buffer(device: torch.device = CPU) -> ReceiveBuffer:
@@ -51,7 +54,7 @@ def encoded(of: Message, parameters: torch.Tensor | None = None) -> np.ndarray:
     if of.kind not in WITH_MODEL:
         return wire().encoded(of)
     buffer = send_buffer()
-    buffer.fill(of, torch.zeros(PARAMETERS) if parameters is None else parameters)
+    buffer.fill(of, packed(torch.zeros(PARAMETERS) if parameters is None else parameters))
     return buffer.data
 
 
@@ -89,7 +92,7 @@ def test_counters_of_any_number_of_ranks_fit_before_the_parameters(ranks: int) -
     assert of.control_bytes % 64 == 0 and 64 + 8 * ranks <= of.control_bytes < 64 + 8 * ranks + 64
     buffer = send_buffer(of)
     steps = np.arange(ranks, dtype=np.uint64) + np.uint64(2**47)
-    buffer.fill(message(sender=0, steps_by_rank=steps), torch.tensor([1.5]))
+    buffer.fill(message(sender=0, steps_by_rank=steps), packed(torch.tensor([1.5])))
     assert of.decode(buffer.data).steps_by_rank.tolist() == steps.tolist()
     assert buffer.data[-4:].view(np.float32)[0] == 1.5
 
@@ -314,10 +317,10 @@ def payload(buffer: SendBuffer) -> np.ndarray:
 def test_a_snapshot_is_a_copy() -> None:
     parameters, steps = torch.arange(PARAMETERS, dtype=torch.float32), np.zeros(RANKS, np.uint64)
     first, second = send_buffer(), send_buffer()
-    first.fill(message(steps_by_rank=steps), parameters)
+    first.fill(message(steps_by_rank=steps), packed(parameters))
     parameters += 1
     steps += np.uint64(1)
-    second.fill(message(steps_by_rank=steps), parameters)
+    second.fill(message(steps_by_rank=steps), packed(parameters))
     assert first.ready() and second.ready()
     np.testing.assert_array_equal(payload(first), np.arange(PARAMETERS))
     np.testing.assert_array_equal(payload(second), np.arange(PARAMETERS) + 1)
@@ -346,7 +349,7 @@ def test_a_snapshot_is_taken_on_a_stream_of_its_own_before_the_next_update() -> 
         for _ in range(20):
             busy = busy @ busy.clamp(-1e-3, 1e-3)
         parameters.fill_(step)
-        buffer.fill(message(), parameters)
+        buffer.fill(message(), packed(parameters))
         was_ready_at_once = buffer.ready()
         parameters.fill_(-1.0)
         while not buffer.ready():

@@ -29,12 +29,13 @@ class Node:
         self.rank, self.parameters = rank, parameters.clone()
         self.codec: Codec = make_codec(config, self.parameters)
         self.wire = Wire(ranks, parameters.numel(), SIGNATURE, gossip_sizes(self.codec.sizes))
-        self.send, self.inbox = (kind(self.wire, self.codec, parameters.device) for kind in (SendBuffer, ReceiveBuffer))
+        self.send = SendBuffer(self.wire, parameters.device)
+        self.inbox = ReceiveBuffer(self.wire, self.codec, parameters.device)
 
     def message(self, whole: bool = False) -> np.ndarray:
         """The bytes of this rank's next model."""
         header = Message(Kind.MODEL, self.rank, 0, 1.0, Stop.NONE, np.zeros(self.wire.num_ranks, np.uint64))
-        self.send.fill(header, self.parameters, whole)
+        self.send.fill(header, self.codec.pack(self.parameters, whole))
         while not self.send.ready():
             pass
         return self.send.data.copy()

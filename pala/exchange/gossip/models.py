@@ -44,8 +44,8 @@ class SendBuffer:
     On a GPU the copy runs on a stream of its own: the learner continues at once, `ready` says when the block is whole.
     """
 
-    def __init__(self, wire: Wire, codec: Codec, device: torch.device) -> None:
-        self._wire, self._codec = wire, codec
+    def __init__(self, wire: Wire, device: torch.device) -> None:
+        self._wire = wire
         self._block = _host_memory(wire.most_bytes, pinned=device.type == "cuda")
         self._block[: wire.control_bytes].zero_()  # the gaps of the header travel too
         self.data: np.ndarray = self._block.numpy()  # as many bytes as the message has
@@ -60,15 +60,8 @@ class SendBuffer:
         """The sent model as peers receive it, once it is ready."""
         return Held(self._format, self._block[self._wire.control_bytes : len(self.data)])
 
-    def fill(self, message: Message, parameters: Tensor, whole: bool = True) -> None:
-        """Take a snapshot of the parameters, or of the part of them that is to be sent, under this header."""
-        self._fill(message, self._codec.pack(parameters, whole), parameters)
-
-    def fill_part(self, message: Message, parameters: Tensor, part: Part) -> None:
-        """Take a snapshot of just these parameters, under this header."""
-        self._fill(message, self._codec.pack_part(parameters, part), parameters)
-
-    def _fill(self, message: Message, packed: Packed, parameters: Tensor) -> None:
+    def fill(self, message: Message, packed: Packed) -> None:
+        """Take a snapshot of what a codec has packed, under this header."""
         self._format, self.change = packed.format, None
         size = self._wire.control_bytes + sum(piece.num_bytes for piece in packed.pieces)
         self.data = self._block.numpy()[:size]
@@ -76,7 +69,7 @@ class SendBuffer:
         if self._stream is None:
             self._copy(packed)
             return
-        current = torch.cuda.current_stream(parameters.device)
+        current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             self._copy(packed)
@@ -145,14 +138,14 @@ class TensorModels(Models):
         self._parts: dict[int, Part] = {}  # that the offers in the inbox hold, by their senders
 
     def new_snapshot(self) -> SendBuffer:
-        return SendBuffer(self._wire, self._codec, self._parameters.device)
+        return SendBuffer(self._wire, self._parameters.device)
 
     def fill(self, snapshot: SendBuffer, message: Message, whole: bool) -> int:
-        snapshot.fill(message, self._parameters, whole)
+        snapshot.fill(message, self._codec.pack(self._parameters, whole))
         return len(snapshot.data)
 
     def fill_answer(self, snapshot: SendBuffer, message: Message, peer: int) -> int:
-        snapshot.fill_part(message, self._parameters, self._parts.pop(peer))
+        snapshot.fill(message, self._codec.pack_part(self._parameters, self._parts.pop(peer)))
         return len(snapshot.data)
 
     def control(self, message: Message) -> Bytes:

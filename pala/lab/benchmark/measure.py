@@ -214,7 +214,7 @@ def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -
     now, other = clock(parameters.device), torch.zeros(_CACHE_BYTES // 4)
     mixed, codec = parameters.clone(), make_codec(config, parameters)
     wire = Wire(2, parameters.numel(), 0, gossip_sizes(codec.sizes))
-    buffer, inbox = SendBuffer(wire, codec, parameters.device), ReceiveBuffer(wire, codec, parameters.device)
+    buffer, inbox = SendBuffer(wire, parameters.device), ReceiveBuffer(wire, codec, parameters.device)
     message = Message(Kind.MODEL, 0, 0, 1.0, Stop.NONE, np.zeros(2, np.uint64))
 
     def receive() -> None:
@@ -226,7 +226,7 @@ def model_us(parameters: torch.Tensor, config: ExchangeConfig, seconds: float) -
         inbox.add(1.0)
 
     actions: dict[str, Callable[[], object]] = {
-        "send": lambda: buffer.fill(message, parameters),
+        "send": lambda: buffer.fill(message, codec.pack(parameters, whole=True)),
         "receive": receive,
         "mix": lambda: codec.mix(mixed, own_weight=1.0, measure=False),
     }
