@@ -61,14 +61,6 @@ class Message(NamedTuple):
     format: Format = Format.FLOAT32
 
 
-def kind_and_round(data: np.ndarray) -> tuple[int, int]:
-    """Return kind and round of a message as its header says, unchecked; (0, 0) if it has no header."""
-    if len(data) < _HEADER.size:
-        return 0, 0
-    _, _, kind, _, _, _, _, round_, *_ = _HEADER.unpack_from(data.data)
-    return kind, round_
-
-
 class Refusal(NamedTuple):
     """The reason why some bytes are not a message."""
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from pala.comm.base import Bytes, Communicator, Received, Receiver, Survivors
 from pala.exchange.base import Exchange, agree_on_end
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
-from pala.exchange.wire import kind_and_round
+from pala.exchange.wire import Message
 from pala.gorila.members import Members
-from pala.gorila.messages import Kind
 from pala.gorila.node import Node, Rules
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
@@ -282,30 +281,31 @@ class GorilaExchange(Exchange, Receiver):
 
     # ---- whichever thread has the lock ---------------------------------------------------------------------------
 
-    def _send(self, rank: int, data: np.ndarray) -> Bytes:
+    def _send(self, rank: int, message: Message, data: np.ndarray) -> Bytes:
         begin_s, packet = time.perf_counter(), Bytes(data)
         self._transport.send(rank, packet)
         if self.trace is not None:
-            kind, round_ = _kind_and_round(data)
-            self.trace.sent(kind, rank, round_, len(data), begin_s)
+            self.trace.sent(message.kind.name, rank, message.round, len(data), begin_s)
         return packet
 
     def on_message(self, message: Received) -> None:
         begin_s = time.perf_counter()
-        self._take_in(message)
+        came = self._take_in(message)
         if self.trace is not None:
-            kind, round_ = _kind_and_round(message.data)
+            kind, round_ = (came.kind.name, came.round) if came is not None else ("unreadable", 0)
             self.trace.received(kind, message.source, round_, message.took_s, begin_s)
 
-    def _take_in(self, message: Received) -> None:
+    def _take_in(self, message: Received) -> Message | None:
+        """Do what a message asks for, as `Node.on_message`."""
         with self._changed:
-            self._node.on_message(message.source, message.data)
+            came = self._node.on_message(message.source, message.data)
             self._members.send_stop()
             while self._node.refusals:
                 log(f"[rank {self._comm.rank}] {self._node.refusals.popleft()}. Later ones are only counted.")
                 if self.trace is not None:
                     self.trace.mark("refused a message", message.source)
             self._changed.notify_all()
+        return came
 
     def on_tick(self) -> None:
         with self._changed:
@@ -323,12 +323,6 @@ class GorilaExchange(Exchange, Receiver):
             self._changed.notify_all()
         if self.trace is not None:
             self.trace.mark("death", rank)
-
-
-def _kind_and_round(data: np.ndarray) -> tuple[str, int]:
-    """Return a message's kind and round for the timeline; any bytes may have come."""
-    kind, round_ = kind_and_round(data)
-    return (Kind(kind).name if kind in set(Kind) else "unreadable"), round_
 
 
 _COUNTS = ("gradients_sent", "parameters_received", "bytes_sent", "messages_refused", "steps_not_sent")

@@ -114,12 +114,13 @@ class Node:
         version: int,
         shard: Shard | None,
         store: ReplayStore | None,
-        send: Callable[[int, np.ndarray], Bytes],
+        send: Callable[[int, Message, np.ndarray], Bytes],
         members: Members | None = None,
     ) -> None:
         """Begin with parameters of this `version`. `shard`, `store`: None on a rank without that role.
 
-        `send(rank, bytes)`: takes the bytes over. `members`: the knowledge of a spare that has slept; it has to `join`.
+        `send(rank, message, bytes)`: takes over the bytes, which hold this message. `members`: the knowledge of a spare
+        that has slept; it has to `join`.
         """
         self.budget, self._rank = budget, budget.rank
         self.rules, self._config = rules, rules.config
@@ -284,17 +285,18 @@ class Node:
 
     # ---- what comes ----------------------------------------------------------------------------------------------
 
-    def on_message(self, source: int, data: np.ndarray) -> None:
-        """Take in a message from any rank, or refuse one whose header is not of this job."""
+    def on_message(self, source: int, data: np.ndarray) -> Message | None:
+        """Take in a message from any rank, and return it; None if it is refused, as its header is not of this job."""
         message = self._wire.decode_from(source, data)
         if isinstance(message, Message):
             self.members.hear(message)
             self._act_on(message, data[self._wire.control_bytes :])
-            return
+            return message
         self.counts["messages_refused"] += 1
         if source not in self._refused:
             self._refused.add(source)
             self.refusals.append(f"refused a message from rank {source}: {message.reason}")
+        return None
 
     def _forget(self, rank: int) -> None:
         """Expect nothing more of a rank that has died or left."""
@@ -403,7 +405,7 @@ class Node:
         message = Message(kind, self._rank, round_, 1.0, self.budget.stop, self.budget.steps_by_rank, format_)
         self._wire.encode(message, data)
         self.counts["bytes_sent"] += len(data)
-        return self._send_bytes(rank, data)
+        return self._send_bytes(rank, message, data)
 
 
 # The question that asks for each kind.
