@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from pala.exchange.budget import budget_of
 from pala.gorila.dqn import DQN, LossFilter
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.networks import q_network
-from pala.gorila.node import Rules
+from pala.gorila.node import Node, Rules
 from pala.gorila.roles import Roles, assign
 from pala.gorila.shard import ServedModel, Shard, assemble, targets_at
 from pala.gorila.sleeping import SleepingGorila
@@ -143,13 +144,14 @@ class GorilaAgent(Agent[GorilaExchange]):
             begin = ServedModel(self.flat.data, dqn.squares, dqn.target.data, dqn.version)
             shard = Shard(begin, self.rules.slices[index], self.config.gorila)
         budget = budget_of(comm, self.start, self.config.total_steps, self.config.run.spares)
-        return GorilaExchange(comm, self.rules, budget, dqn.version, shard, self.store, interrupt)
+        return GorilaExchange(comm, partial(Node, budget, self.rules, dqn.version, shard, self.store), interrupt)
 
     def wake_exchange(
         self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt
     ) -> GorilaExchange | None:
-        budget = sleeping.members.budget
-        exchange = GorilaExchange(comm, self.rules, budget, 0, None, self.store, interrupt, sleeping)
+        members = sleeping.members
+        make_node = partial(Node, members.budget, self.rules, 0, None, self.store, members=members)
+        exchange = GorilaExchange(comm, make_node, interrupt, sleeping)
         if not exchange.join(self.flat.data, self.dqn.target.data):
             return None
         log(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from pala.comm.base import Bytes, Communicator, Received, Receiver, Survivors
 from pala.exchange.base import Exchange, agree_on_end
-from pala.exchange.budget import ExchangeState, StepBudget, Stop
+from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.wire import Message
 from pala.gorila.members import Members
-from pala.gorila.node import Node, Rules
+from pala.gorila.node import Node, Send
 from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
-from pala.gorila.shard import Shard
 from pala.gorila.sleeping import SleepingGorila
-from pala.gorila.store import ReplayStore
 from pala.system.errors import EndError
 from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import log
@@ -39,33 +37,27 @@ class GorilaExchange(Exchange, Receiver):
     def __init__(
         self,
         comm: Communicator,
-        rules: Rules,
-        budget: StepBudget,
-        version: int,
-        shard: Shard | None,
-        store: ReplayStore | None,
+        make_node: Callable[[Send], Node],
         interrupt: Interrupt,
         slept: SleepingGorila | None = None,
     ) -> None:
         """Make the rank's node and open its transport. Collective, except for a spare.
 
-        `version`, `shard`, `store`: see `Node`. `slept`: the sleeping Gorila of a spare that is needed; it has to
-        `join`.
+        `slept`: the sleeping Gorila of a spare that is needed, with whose members its node is made; it has to `join`.
         """
         self._comm, self._interrupt = comm, interrupt
-        self.message_bytes = rules.wire.most_bytes
         self._experience: list[Bytes] = []  # that may not have left
         self._said_not_finite = False
-        if slept is not None:
+        if slept is None:
+            self._changed, self._transport = threading.Condition(), comm.open_transport()
+            self._node = make_node(self._send)
+            self._transport.start(self)
+        else:
             self._changed, self._transport = slept.changed, slept.transport
             with self._changed:
-                self._node = Node(budget, rules, version, shard, store, self._send, slept.members)
+                self._node = make_node(self._send)
                 slept.awake = self
-            return
-        self._changed = threading.Condition()
-        self._transport = comm.open_transport()
-        self._node = Node(budget, rules, version, shard, store, self._send)
-        self._transport.start(self)
+        self.message_bytes = self._node.rules.wire.most_bytes
 
     @property
     def _members(self) -> Members:

@@ -30,6 +30,9 @@ from pala.gorila.shard import Shard, slices, targets_at
 from pala.gorila.store import ReplayStore
 from pala.networks.network import FlatParameters
 
+Send = Callable[[int, Message, np.ndarray], Bytes]
+"""(rank, message, its bytes) -> the packet, which takes the bytes over."""
+
 
 class Rules(NamedTuple):
     """The configuration, first roles, layout and messages that all ranks of a run share."""
@@ -114,13 +117,12 @@ class Node:
         version: int,
         shard: Shard | None,
         store: ReplayStore | None,
-        send: Callable[[int, Message, np.ndarray], Bytes],
+        send: Send,
         members: Members | None = None,
     ) -> None:
         """Begin with parameters of this `version`. `shard`, `store`: None on a rank without that role.
 
-        `send(rank, message, bytes)`: takes over the bytes, which hold this message. `members`: the knowledge of a spare
-        that has slept; it has to `join`.
+        `members`: the knowledge of a spare that has slept; it has to `join`.
         """
         self.budget, self._rank = budget, budget.rank
         self.rules, self._config = rules, rules.config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from pala.gorila.dqn import DQN
 from pala.gorila.exchange import GorilaExchange
 from pala.gorila.messages import Kind
 from pala.gorila.networks import QNetwork
-from pala.gorila.node import Rules
+from pala.gorila.node import Node, Rules
 from pala.gorila.roles import assign
 from pala.gorila.shard import ServedModel, Shard
 from pala.gorila.store import ReplayStore
@@ -117,7 +118,8 @@ class Rank:
         budget = StepBudget(rank, num_ranks, config.total_steps, base_steps=base_steps)
         self.transport = AtOnce(self.send)
         comm: Any = SimpleNamespace(rank=rank, open_transport=lambda: self.transport)
-        self.exchange = GorilaExchange(comm, rules, budget, 0, self.shard, self.store, Interrupt())
+        make_node = partial(Node, budget, rules, 0, self.shard, self.store)
+        self.exchange = GorilaExchange(comm, make_node, Interrupt())
         with self.exchange.node() as self.node:
             pass
         self.tape, self.target_tape = self.make_tape(network), self.make_tape(target_network)
