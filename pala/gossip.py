@@ -157,9 +157,9 @@ class Gossip:
         if self._comm is None:
             self._comm = rank_of_thread.get() or _ranks_of_mpi()
             self._is_mpi = self._comm is not None and rank_of_thread.get() is None
-        if self._comm is not None and self._comm.interrupt is not None:
+        if self._comm is not None:
             self._interrupt = self._comm.interrupt
-        elif self._comm is None or self._comm.rank == 0:
+        if rank_of_thread.get() is None and (self._comm is None or self._comm.rank == 0):
             note_on_thread("leave the loop")
         try:
             with self._stack:
@@ -183,7 +183,6 @@ class Gossip:
         if comm is None or comm.size == 1:
             self._start = _start_of(1, [self._loaded])
             return
-        comm.watch_signals(self._interrupt)
         self._living = range(comm.size)
         likeness = self._settings, self._every, self._own_topology and self._own_topology.likeness
         states = _begin_alike(comm, flat, likeness, self._loaded)
@@ -191,7 +190,7 @@ class Gossip:
             by_pairs = RULES[self._settings.exchange.mixing].by_pairs
             collectively(comm, partial(self._own_topology.check, comm.size, by_pairs))
         self._start = _start_of(comm.size, states)
-        _share_model(comm, flat, [state is not None for state in states], self._interrupt)
+        _share_model(comm, flat, [state is not None for state in states])
         flat.scatter()
         if self._settings.run.trace:
             from pala.comm.tracing import begin_trace
@@ -537,12 +536,12 @@ def _start_of(size: int, states: Sequence[State]) -> ExchangeState:
     return ExchangeState([0] * size, steps, max((state["round"] for state in loaded), default=0))
 
 
-def _share_model(comm: Communicator, flat: FlatTensors, has_loaded: Sequence[bool], interrupt: Interrupt) -> None:
+def _share_model(comm: Communicator, flat: FlatTensors, has_loaded: Sequence[bool]) -> None:
     """Give all ranks the model to begin with: rank 0's, or the average of those that were loaded. Collective. Raises
     CollectiveError if it is not finite."""
     if any(has_loaded):
         counts = has_loaded[comm.rank]
-        flat.data.copy_(average_of_ranks(comm, flat.data, 1.0, counts, _CLOSE_S, interrupt))
+        flat.data.copy_(average_of_ranks(comm, flat.data, 1.0, counts, _CLOSE_S))
     else:
         share_tensors(comm, [flat.data], flat.data)
     if name := flat.not_finite():

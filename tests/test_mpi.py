@@ -47,7 +47,6 @@ import _thread
 from pala.comm.mpi_process import start_mpi
 from pala.comm import mpi
 from pala.system.errors import EndError
-from pala.system.interrupt import Interrupt
 def cannot_be_made(function, arguments):
     raise RuntimeError("can't start new thread")
 comm = start_mpi()
@@ -55,7 +54,7 @@ mpi.can_survive, mpi._BEGIN_S = lambda: True, 0.1
 for start_new_thread in (cannot_be_made, lambda function, arguments: None):
     _thread.start_new_thread = start_new_thread
     try:
-        comm._shrink(None, Interrupt())
+        comm._shrink(None)
     except EndError as error:
         print("ended:", error)
 """

@@ -117,7 +117,7 @@ def test_the_living_agree_without_the_dead(deaths: list[int]) -> None:
             survivors.reduce(array, "sum")
             return list(survivors.members), float(array[0])
 
-        return comm.with_survivors(action, PATIENCE_S, Interrupt())
+        return comm.with_survivors(action, PATIENCE_S)
 
     results = run_ranks(4, main)
     living = [rank for rank in range(4) if rank not in deaths]
@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_come_is_waited_for_so_long_and_no_longer() -> None
     def main(comm: MemoryCommunicator) -> None:
         if comm.rank == 0:
             with pytest.raises(EndError, match="did not answer within 0 s"):
-                comm.with_survivors(lambda living: None, 0.05, Interrupt())
+                comm.with_survivors(lambda living: None, 0.05)
             has_waited.set()
         assert has_waited.wait(60)
 

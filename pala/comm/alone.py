@@ -23,6 +23,7 @@ class Alone(Communicator):
 
     def __init__(self, host: str) -> None:
         self.host = host
+        self.interrupt = Interrupt()
 
     def barrier(self) -> None:
         """Return at once: there is no other rank."""
@@ -45,7 +46,7 @@ class Alone(Communicator):
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         """Leave the array: one value is its own sum and maximum."""
 
-    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None) -> T:
         raise NotImplementedError("a rank alone does not train")
 
     def deaths(self) -> Deaths:

@@ -218,16 +218,13 @@ class Communicator(abc.ABC):
 
     rank: int
     size: int
-    interrupt: Interrupt | None = None
-    """Flags that signals set, of ranks that are threads; a process has handlers instead."""
+    interrupt: Interrupt
+    """This rank's signals. One of them ends the waits of this communicator, after a while, by an EndError."""
     host: str
     """Name of the host that this rank is on."""
 
     def on_count(self, updates: int) -> None:  # noqa: B027
         """Note that this rank has made this number of updates: in tests faults by script happen then."""
-
-    def watch_signals(self, interrupt: Interrupt) -> None:  # noqa: B027
-        """Let a signal end the waits of this communicator, after a while, by an EndError. Not collective."""
 
     @abc.abstractmethod
     def barrier(self) -> None:
@@ -260,7 +257,7 @@ class Communicator(abc.ABC):
         Collective. Raises EndError if a rank has died."""
 
     @abc.abstractmethod
-    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None) -> T:
         """Run `action(survivors)`, in which ranks may communicate, and return its value when all living ranks are done.
 
         If a rank dies meanwhile, all others run it again without that rank. So it may run several times, and each time

@@ -50,19 +50,16 @@ class _Survivors(Survivors):
 class MpiCommunicator(Communicator):
     """Communication between all ranks of an mpi4py communicator, `mpi`."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Comm, interrupt: Interrupt | None = None) -> None:
         self.mpi = comm
         self.rank = comm.rank
         self.size = comm.size
         self.host = MPI.Get_processor_name()
-        self._interrupt = Interrupt()
+        self.interrupt = interrupt or Interrupt()
         self._roll_call = roll_call_of(comm)
 
-    def watch_signals(self, interrupt: Interrupt) -> None:
-        self._interrupt = interrupt
-
     def barrier(self) -> None:
-        wait_asleep(self.mpi.Ibarrier().Test, None, self._interrupt, wait=self._roll_call.wait())
+        wait_asleep(self.mpi.Ibarrier().Test, None, self.interrupt, wait=self._roll_call.wait())
 
     def allgather(self, value: T) -> list[T]:
         self.barrier()
@@ -81,7 +78,7 @@ class MpiCommunicator(Communicator):
             return self
         self.barrier()
         part = self.mpi.Split(0 if self.rank < size else MPI.UNDEFINED, self.rank)
-        return MpiCommunicator(part) if self.rank < size else None
+        return MpiCommunicator(part, self.interrupt) if self.rank < size else None
 
     def ibarrier(self) -> Callable[[], bool]:
         with self._ending_at_a_death():
@@ -97,12 +94,12 @@ class MpiCommunicator(Communicator):
         with self._ending_at_a_death():
             self.mpi.Allreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
 
-    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None) -> T:
         while True:
-            wait_asleep(Barrier(self.mpi).done, timeout_s, interrupt)  # asleep: what follows would spin
-            living = self._shrink(timeout_s, interrupt)
+            wait_asleep(Barrier(self.mpi).done, timeout_s, self.interrupt)  # asleep: what follows would spin
+            living = self._shrink(timeout_s)
             try:
-                result, whole = action(_Survivors(living, self.mpi, timeout_s, interrupt)), True
+                result, whole = action(_Survivors(living, self.mpi, timeout_s, self.interrupt)), True
             except MPI.Exception as error:
                 if not is_death(error):
                     raise
@@ -110,13 +107,13 @@ class MpiCommunicator(Communicator):
                 whole = False
             # Asleep again: in the action some may have much to do, and others nothing.
             end = Barrier(living, whole)
-            wait_asleep(end.done, timeout_s, interrupt)
+            wait_asleep(end.done, timeout_s, self.interrupt)
             if living is not self.mpi:
                 living.Free()
             if end.everywhere:
                 return result
 
-    def _shrink(self, timeout_s: float | None, interrupt: Interrupt) -> MPI.Comm:
+    def _shrink(self, timeout_s: float | None) -> MPI.Comm:
         """Return a communicator of the living ranks, which all have just come; this one where no rank outlives another.
 
         Shrinking blocks, and Open MPI 5.0 has no other way: a thread does it, so that the others hear signals though a
@@ -140,8 +137,8 @@ class MpiCommunicator(Communicator):
             raise EndError(
                 f"[rank {self.rank}] cannot look who lives: {error}. Continue from the newest checkpoint."
             ) from None
-        wait_asleep(has_begun.done, _BEGIN_S, interrupt)
-        wait_asleep(shrunken.done, timeout_s, interrupt)
+        wait_asleep(has_begun.done, _BEGIN_S, self.interrupt)
+        wait_asleep(shrunken.done, timeout_s, self.interrupt)
         return shrunken.result()
 
     def deaths(self) -> Deaths:

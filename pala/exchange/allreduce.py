@@ -94,12 +94,12 @@ class AllReduce(ModelExchange):
         if self._stop is not Stop.BUDGET and not self._all_know:
             self._buffer.zero_()
             self._reduce(timeout_s)  # the others are in theirs, or will be
-        return agree_on_end(self._comm, self._stop, self._steps_by_rank, timeout_s, self._interrupt).stop
+        return agree_on_end(self._comm, self._stop, self._steps_by_rank, timeout_s).stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
         """Return the parameters of rank 0. That all ranks have the same is checked, and a difference is reported."""
         mine = self._parameters.detach().cpu()
-        final = model_of_first(self._comm, mine, True, timeout_s, self._interrupt)
+        final = model_of_first(self._comm, mine, True, timeout_s)
         distance = float((final - mine).norm())
         if not distance <= 1e-4 * float(final.norm()):
             log(f"[rank {self._comm.rank}] its model is {distance:.3g} from rank 0's, which is exported.")

@@ -35,7 +35,6 @@ def agree_on_end(
     stop: Stop,
     steps_by_rank: np.ndarray,
     timeout_s: float | None,
-    interrupt: Interrupt,
     has_left: bool = False,
 ) -> End:
     """Return why training ends (the highest reason of any rank), every rank's steps, and the living ranks. Collective.
@@ -52,14 +51,14 @@ def agree_on_end(
         stayed = [rank for rank in survivors.members if not left[rank]]
         return End(Stop(int(table[0])), steps, survivors.members, stayed or survivors.members)
 
-    return comm.with_survivors(agree, timeout_s, interrupt)
+    return comm.with_survivors(agree, timeout_s)
 
 
 _HARDLY = 1e-9  # weight of a model that counts only if no other does
 
 
 def average_of_ranks(
-    comm: Communicator, parameters: Tensor, weight: float, counts: bool, timeout_s: float | None, interrupt: Interrupt
+    comm: Communicator, parameters: Tensor, weight: float, counts: bool, timeout_s: float | None
 ) -> Tensor:
     """Return the weighted average of the living ranks' flat parameters, on the host. A model that is not finite has no
     part in it, and one that does not count (no rank has trained it, say) only if none counts. Collective. Raises
@@ -79,12 +78,10 @@ def average_of_ranks(
             )
         return total.div_(float(weights[0]))
 
-    return comm.with_survivors(average, timeout_s, interrupt)
+    return comm.with_survivors(average, timeout_s)
 
 
-def model_of_first(
-    comm: Communicator, parameters: Tensor, counts: bool, timeout_s: float, interrupt: Interrupt
-) -> Tensor:
+def model_of_first(comm: Communicator, parameters: Tensor, counts: bool, timeout_s: float) -> Tensor:
     """Return the flat parameters of the first rank that lives and counts, on the host; if none counts, of the first
     that lives. Collective."""
     mine = parameters.detach().cpu()
@@ -98,7 +95,7 @@ def model_of_first(
         survivors.reduce(final.numpy(), "sum")
         return final
 
-    return comm.with_survivors(of_first, timeout_s, interrupt)
+    return comm.with_survivors(of_first, timeout_s)
 
 
 class Exchange(abc.ABC):

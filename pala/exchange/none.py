@@ -85,7 +85,7 @@ class NoExchange(ModelExchange):
         known[self._comm.rank] = self._local_steps
         if self._bell is not None:
             self._bell.transport.close(math.inf, self._interrupt)
-        end = agree_on_end(self._comm, self._stop, known, None, self._interrupt)
+        end = agree_on_end(self._comm, self._stop, known, None)
         self._final_steps = end.steps_by_rank
         if self._bell is not None:  # which hears no more
             self._bell.dead |= set(range(self._comm.size)).difference(end.living)
@@ -97,7 +97,7 @@ class NoExchange(ModelExchange):
 
     def final_parameters(self, timeout_s: float) -> Tensor:
         has_trained = self._local_steps + self._start.base_steps > 0  # else the parameters are those of the seed
-        return model_of_first(self._comm, self._parameters, has_trained, timeout_s, self._interrupt)
+        return model_of_first(self._comm, self._parameters, has_trained, timeout_s)
 
     def state(self) -> ExchangeState:
         steps = list(self._start.steps_by_rank) if self._final_steps is None else self._final_steps.tolist()

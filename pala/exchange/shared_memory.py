@@ -148,12 +148,12 @@ class SharedMemory(ModelExchange):
 
     def close(self, timeout_s: float) -> Stop:
         known = np.array(self._buffers.steps, np.uint64)
-        end = agree_on_end(self._comm, self.stop, known, timeout_s, self._interrupt)
+        end = agree_on_end(self._comm, self.stop, known, timeout_s)
         self._final = end
         return end.stop
 
     def final_parameters(self, timeout_s: float) -> Tensor:
-        return average_of_ranks(self._comm, self._parameters, 1.0, self._has_trained, timeout_s, self._interrupt)
+        return average_of_ranks(self._comm, self._parameters, 1.0, self._has_trained, timeout_s)
 
     def metrics(self) -> dict[str, Any]:
         counts, self._counts = self._counts, Counter()

@@ -178,7 +178,7 @@ class GorilaExchange(Exchange, Receiver):
         self._raise_failure()
         budget = self._node.budget
         has_left = self._members.has_left
-        end = agree_on_end(self._comm, budget.stop, budget.steps_by_rank, timeout_s, self._interrupt, has_left)
+        end = agree_on_end(self._comm, budget.stop, budget.steps_by_rank, timeout_s, has_left)
         budget.agreed(end.steps_by_rank, end.stop)
         self._forget_all_but(end.living)
         budget.stayed(end.stayed)
@@ -198,7 +198,7 @@ class GorilaExchange(Exchange, Receiver):
             survivors.reduce(whole.numpy(), "sum")
             return whole, survivors.members
 
-        final, members = self._comm.with_survivors(join, timeout_s, self._interrupt)
+        final, members = self._comm.with_survivors(join, timeout_s)
         self._forget_all_but(members)
         self._members.judge_deaths()  # also if this rank had left: it may be the first of those that are there
         self._raise_failure()

@@ -27,17 +27,14 @@ def run_rank(comm: Communicator, request: Request) -> Result:
 
 def run_in(job: Job, request: Request) -> Result:
     """Do this rank's part of a job. Collective."""
-    interrupt = job.comm.interrupt or Interrupt()
+    interrupt = job.comm.interrupt
     if job.trainers is None:
         with interrupt.installed():
-            job.comm.watch_signals(interrupt)
             return _serve_as_spare(job, request, interrupt)
     with loading():
         from pala.job.start import start  # before signals are caught: until it is loaded there is nothing to keep
 
     with interrupt.installed():
-        job.comm.watch_signals(interrupt)
-        job.trainers.watch_signals(interrupt)
         return start(job, request, interrupt)
 
 

@@ -255,7 +255,7 @@ class Training:
             agent.export(run, final, agent.policy_header(run, steps))
             run.end("completed", global_steps=steps, stopped_early=self._stop is Stop.CALLBACK)
 
-        self._comm.with_survivors(on_first, self._patience_s(), self._interrupt)
+        self._comm.with_survivors(on_first, self._patience_s())
 
     def _save_once_more(self) -> None:
         """Save what is known by now of a run that is stopped, and record it: all know who lives, one leads, and the
@@ -290,7 +290,6 @@ class Training:
         self._comm.with_survivors(
             lambda survivors: self._conclude_first(survivors, conclude, result, done),
             self._patience_s(self._run.config.evaluation.timeout_s),
-            self._interrupt,
         )
         return replace(done[0] if done else result, leads=self._leads)
 
@@ -314,7 +313,7 @@ class Training:
             survivors.reduce(counts, "sum")
             return counts, survivors.members
 
-        counts, members = self._comm.with_survivors(add_up, self._patience_s(), self._interrupt)
+        counts, members = self._comm.with_survivors(add_up, self._patience_s())
         left_out = [tried for tried, applied in (counts[:2], counts[2:4]) if tried > 0 and applied == 0]
         if left_out:
             raise EndError(

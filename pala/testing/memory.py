@@ -310,16 +310,16 @@ class MemoryCommunicator(Communicator):
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         array[...] = _reduced(self._gather(array.copy()), how)
 
-    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None, interrupt: Interrupt) -> T:
+    def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None) -> T:
         while True:
-            living = self._all.gather_living(None, timeout_s, interrupt)
+            living = self._all.gather_living(None, timeout_s, self.interrupt)
             group = _Group(self, list(living), ("living", self._all._number))
             try:
-                result, whole = action(_MemorySurvivors(group, timeout_s, interrupt)), True
+                result, whole = action(_MemorySurvivors(group, timeout_s, self.interrupt)), True
             except _MemberDiedError:
                 whole = False
             agreement = _Group(self, group.members, ("agreement", self._all._number))
-            done = agreement.gather_living(whole, timeout_s, interrupt)
+            done = agreement.gather_living(whole, timeout_s, self.interrupt)
             if list(done) == group.members and all(done.values()):
                 return result
 

@@ -263,7 +263,7 @@ class GossipExchange(ModelExchange):
         """Agree with the living ranks on the end, and on everyone's steps. Collective."""
         budget = self._state.budget
         has_left = self._state.has_left and not self._stays
-        end = agree_on_end(self._comm, budget.stop, budget.steps_by_rank, timeout_s, self._interrupt, has_left)
+        end = agree_on_end(self._comm, budget.stop, budget.steps_by_rank, timeout_s, has_left)
         for rank in set(budget.living) - set(end.living):
             budget.peer_died(rank)
         if end.stop is not Stop.NONE:
@@ -276,7 +276,7 @@ class GossipExchange(ModelExchange):
 
     def final_parameters(self, timeout_s: float | None) -> Tensor:
         weight = self._state.weight
-        return average_of_ranks(self._comm, self._parameters, weight, self._is_fresh, timeout_s, self._interrupt)
+        return average_of_ranks(self._comm, self._parameters, weight, self._is_fresh, timeout_s)
 
     def metrics(self) -> dict[str, Any]:
         driver = self.driver
