@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from pala.comm.base import Communicator
 from pala.config import Config
-from pala.system.interrupt import Interrupt
 from pala.system.text import counted
 
 if TYPE_CHECKING:
@@ -61,9 +60,9 @@ class Algorithm(abc.ABC):
         agent: Agent[Any] = resolve_name(self.build_by)(comm, config, envs, make_network, sleeping)
         return agent
 
-    def sleep(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> Sleeping:
+    def sleep(self, comm: Communicator, config: Config, begin: StartState) -> Sleeping:
         """Make what a spare sleeps by. Loads no torch. Collective."""
-        sleeping: Sleeping = resolve_name(self.sleep_by)(comm, config, begin, interrupt)
+        sleeping: Sleeping = resolve_name(self.sleep_by)(comm, config, begin)
         return sleeping
 
     def make_network(

@@ -201,7 +201,6 @@ class Gossip:
             flat.data,
             self._settings,
             self._start,
-            self._interrupt,
             signature=flat.signature,
             num_exact=flat.num_exact,
             own_topology=self._own_topology,

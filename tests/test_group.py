@@ -317,7 +317,7 @@ def gradient_of(columns: slice) -> torch.Tensor:
 def exchange_of(comm: MemoryCommunicator, parameters: torch.Tensor) -> GroupedGossip:
     """That of ranks in groups of two."""
     config = Config(total_steps=10**6, exchange=ExchangeConfig(group=2))
-    return GroupedGossip(comm, parameters, config, ExchangeState([0] * comm.size), comm.interrupt)
+    return GroupedGossip(comm, parameters, config, ExchangeState([0] * comm.size))
 
 
 def test_two_ranks_of_a_group_have_the_gradient_of_one_with_twice_the_environments() -> None:

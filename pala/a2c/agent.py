@@ -75,26 +75,24 @@ class A2CAgent(Agent[ModelExchange]):
     def state(self, exchange: ModelExchange | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self.a2c.tensors, {"num_squares": self.a2c.num_squares}
 
-    def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> ModelExchange:
+    def make_exchange(self, comm: Communicator) -> ModelExchange:
         flat = self.flat
         return make_exchange(
             comm,
             flat.data,
             self.config,
             self.start,
-            interrupt,
             signature=flat.signature,
             num_exact=flat.num_moments,
         )
 
-    def wake_exchange(self, comm: Communicator, sleeping: SleepingGossip, interrupt: Interrupt) -> ModelExchange | None:
+    def wake_exchange(self, comm: Communicator, sleeping: SleepingGossip) -> ModelExchange | None:
         flat = self.flat
         exchange = GossipExchange(
             comm,
             flat.data,
             self.config,
             sleeping.driver.state.kept(),
-            interrupt,
             signature=flat.signature,
             num_exact=flat.num_moments,
             slept=sleeping,

@@ -18,7 +18,6 @@ from pala.comm.base import Communicator
 from pala.config import Config
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
-from pala.system.interrupt import Interrupt
 from pala.system.output import log
 from pala.system.waiting import LongWait, wait_asleep
 
@@ -37,11 +36,10 @@ class AllReduce(ModelExchange):
         parameters: Tensor,
         config: Config,
         start: ExchangeState,
-        interrupt: Interrupt,
         **_: int,
     ) -> None:
         """`parameters`: equal on all ranks."""
-        super().__init__(comm, parameters, config, start, interrupt)
+        super().__init__(comm, parameters, config, start)
         self._buffer = torch.zeros(parameters.numel() + 2 + comm.size, pin_memory=parameters.is_cuda)
         self._gradient, self._words = self._buffer.split((parameters.numel(), 2 + comm.size))
         self._ends, self._signals, self._not_finite = self._words.split((1, 1, comm.size))

@@ -16,7 +16,7 @@ from pala.comm.base import Communicator, Survivors
 from pala.config import Config
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.errors import EndError
-from pala.system.interrupt import LEAVE, Interrupt
+from pala.system.interrupt import LEAVE
 from pala.system.output import log
 from pala.system.trace import Trace
 
@@ -194,7 +194,6 @@ class ModelExchange(Exchange):
         parameters: Tensor,
         config: Config,
         start: ExchangeState,
-        interrupt: Interrupt,
         *,
         signature: int = 0,
         num_exact: int = 0,
@@ -204,7 +203,7 @@ class ModelExchange(Exchange):
         `parameters`: flat float32, changed in place, on the learner's thread alone; the last `num_exact` are never
         rounded or left out, and are no part of distances. `signature`: checksum of the network's layout, equal on all
         ranks."""
-        self._comm, self._parameters, self._interrupt = comm, parameters, interrupt
+        self._comm, self._parameters, self._interrupt = comm, parameters, comm.interrupt
 
     @property
     def num_learners(self) -> int:

@@ -34,7 +34,6 @@ from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.group_memory import Decision, GroupMemory
 from pala.exchange.groups import groups_of, members_of
 from pala.system.errors import PalaError
-from pala.system.interrupt import Interrupt
 from pala.system.output import log
 from pala.system.text import named
 from pala.system.waiting import LongWait, wait_asleep
@@ -51,7 +50,6 @@ class GroupedGossip(GossipExchange):
         parameters: Tensor,
         config: Config,
         start: ExchangeState,
-        interrupt: Interrupt,
         *,
         signature: int = 0,
         num_exact: int = 0,
@@ -61,9 +59,7 @@ class GroupedGossip(GossipExchange):
         self._members: Sequence[int] = members_of(self._groups)[self._groups[comm.rank]]  # those of the newest decision
         everybody = self._members
         self._memory = collectively(comm, lambda: GroupMemory(comm, everybody, parameters.numel()))
-        super().__init__(
-            comm, parameters, config, start, interrupt, signature=signature, num_exact=num_exact, groups=self._groups
-        )
+        super().__init__(comm, parameters, config, start, signature=signature, num_exact=num_exact, groups=self._groups)
         self._update = 0  # that the group makes, or has made last
         self._made = np.array(start.steps_by_rank, np.uint64)  # steps of every rank, those of this group exactly
         self._trained_by: Sequence[int] = range(comm.size)  # ranks, as the newest decision knows them

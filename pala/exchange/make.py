@@ -12,7 +12,6 @@ from pala.config.catalogue import KINDS
 from pala.exchange.base import ModelExchange
 from pala.exchange.budget import ExchangeState
 from pala.system.errors import PalaError
-from pala.system.interrupt import Interrupt
 
 _MOST_PARAMETERS = 2**31 - 1
 _IN_GROUPS = "pala.exchange.grouped:GroupedGossip"
@@ -23,14 +22,13 @@ def make_exchange(
     parameters: Tensor,
     config: Config,
     start: ExchangeState,
-    interrupt: Interrupt,
     *,
     signature: int = 0,
     num_exact: int = 0,
 ) -> ModelExchange:
     """Return the exchange that the configuration names. Arguments as of `ModelExchange`. Collective."""
     make = resolve_name(_IN_GROUPS if config.exchange.has_groups else KINDS[config.exchange.kind].made_by)
-    return make(comm, parameters, config, start, interrupt, signature=signature, num_exact=num_exact)
+    return make(comm, parameters, config, start, signature=signature, num_exact=num_exact)
 
 
 def check_size(parameters: Tensor) -> None:

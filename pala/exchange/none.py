@@ -12,7 +12,6 @@ from pala.comm.base import Bytes, Communicator, Received, Receiver
 from pala.config import Config
 from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
-from pala.system.interrupt import Interrupt
 
 
 class NoExchange(ModelExchange):
@@ -25,10 +24,9 @@ class NoExchange(ModelExchange):
         parameters: Tensor,
         config: Config,
         start: ExchangeState,
-        interrupt: Interrupt,
         **_: int,
     ) -> None:
-        super().__init__(comm, parameters, config, start, interrupt)
+        super().__init__(comm, parameters, config, start)
         self._start = start
         self._final_steps: np.ndarray | None = None
         self._deaths = comm.deaths()

@@ -34,7 +34,6 @@ from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_rank
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import MIXES_A_MEASUREMENT
 from pala.system.errors import EndError, PalaError
-from pala.system.interrupt import Interrupt
 from pala.system.waiting import LongWait, wait_asleep
 
 _LONGEST_SLEEP_S = 5e-4
@@ -84,13 +83,12 @@ class SharedMemory(ModelExchange):
         parameters: Tensor,
         config: Config,
         start: ExchangeState,
-        interrupt: Interrupt,
         *,
         num_exact: int = 0,
         **_: int,
     ) -> None:
         """Exchange among ranks that are all on one host."""
-        super().__init__(comm, parameters, config, start, interrupt)
+        super().__init__(comm, parameters, config, start)
         self._num_measured = parameters.numel() - num_exact
         self._rank = comm.rank
         self._max_staleness = config.exchange.max_staleness

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import abc
 
-from pala.comm.base import Transport
+from pala.comm.base import Communicator
 from pala.exchange.budget import StepBudget, Stop
-from pala.system.interrupt import Interrupt
 from pala.system.waiting import wait_asleep
 
 _LOOK_S = 0.5  # a rank that sleeps looks at signals so often
@@ -15,10 +14,11 @@ _LOOK_S = 0.5  # a rank that sleeps looks at signals so often
 class Sleeping(abc.ABC):
     """Waits for the rank's turn. It hears who dies, leaves and joins, and of the end, and has no model."""
 
-    def __init__(self, budget: StepBudget, transport: Transport, interrupt: Interrupt) -> None:
+    def __init__(self, comm: Communicator, budget: StepBudget) -> None:
+        """Open the transport. Collective."""
         self._budget = budget
-        self.transport = transport
-        self._interrupt = interrupt
+        self.transport = comm.open_transport()
+        self._interrupt = comm.interrupt
 
     @property
     def rank(self) -> int:

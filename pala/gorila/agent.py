@@ -137,21 +137,19 @@ class GorilaAgent(Agent[GorilaExchange]):
     def _shard_index(self) -> int | None:
         return self.rules.roles.shards.index(self.rank) if self.rank in self.rules.roles.shards else None
 
-    def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> GorilaExchange:
+    def make_exchange(self, comm: Communicator) -> GorilaExchange:
         index, dqn = self._shard_index, self.dqn
         shard: Shard | None = None
         if index is not None:
             begin = ServedModel(self.flat.data, dqn.squares, dqn.target.data, dqn.version)
             shard = Shard(begin, self.rules.slices[index], self.config.gorila)
         budget = budget_of(comm, self.start, self.config.total_steps, self.config.run.spares)
-        return GorilaExchange(comm, partial(Node, budget, self.rules, dqn.version, shard, self.store), interrupt)
+        return GorilaExchange(comm, partial(Node, budget, self.rules, dqn.version, shard, self.store))
 
-    def wake_exchange(
-        self, comm: Communicator, sleeping: SleepingGorila, interrupt: Interrupt
-    ) -> GorilaExchange | None:
+    def wake_exchange(self, comm: Communicator, sleeping: SleepingGorila) -> GorilaExchange | None:
         members = sleeping.members
         make_node = partial(Node, members.budget, self.rules, 0, None, self.store, members=members)
-        exchange = GorilaExchange(comm, make_node, interrupt, sleeping)
+        exchange = GorilaExchange(comm, make_node, sleeping)
         if not exchange.join(self.flat.data, self.dqn.target.data):
             return None
         log(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")

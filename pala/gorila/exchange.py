@@ -23,7 +23,7 @@ from pala.gorila.replay import Batch, Experience
 from pala.gorila.roles import Roles
 from pala.gorila.sleeping import SleepingGorila
 from pala.system.errors import EndError
-from pala.system.interrupt import LEAVE, Interrupt
+from pala.system.interrupt import LEAVE
 from pala.system.output import log
 from pala.system.waiting import LongWait
 
@@ -35,17 +35,13 @@ class GorilaExchange(Exchange, Receiver):
     """The others as the loop of one rank sees them: its node, under a lock, and what waits."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        make_node: Callable[[Send], Node],
-        interrupt: Interrupt,
-        slept: SleepingGorila | None = None,
+        self, comm: Communicator, make_node: Callable[[Send], Node], slept: SleepingGorila | None = None
     ) -> None:
         """Make the rank's node and open its transport. Collective, except for a spare.
 
         `slept`: the sleeping Gorila of a spare that is needed, with whose members its node is made; it has to `join`.
         """
-        self._comm, self._interrupt = comm, interrupt
+        self._comm, self._interrupt = comm, comm.interrupt
         self._experience: list[Bytes] = []  # that may not have left
         self._said_not_finite = False
         if slept is None:

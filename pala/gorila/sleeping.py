@@ -13,14 +13,13 @@ from pala.gorila.members import Members
 from pala.gorila.messages import ABOUT_MEMBERS, Kind
 from pala.gorila.roles import assign
 from pala.system.errors import EndError
-from pala.system.interrupt import Interrupt
 from pala.system.output import log
 
 
 class SleepingGorila(Sleeping, Receiver):
     """A rank that waits until it is needed, and then continues with what it knows of the others."""
 
-    def __init__(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> None:
+    def __init__(self, comm: Communicator, config: Config, begin: StartState) -> None:
         """Open the transport and hear from now on. Collective."""
         spares = config.run.spares
         roles = assign(config.gorila, comm.size - spares, spares)
@@ -30,7 +29,7 @@ class SleepingGorila(Sleeping, Receiver):
         self.changed = threading.Condition()  # with the lock under which messages are taken in, also by `awake`
         self.awake: Receiver | None = None  # what hears in its place from then on; set with the lock held
         self._refused: set[int] = set()
-        super().__init__(self.members.budget, comm.open_transport(), interrupt)
+        super().__init__(comm, self.members.budget)
         self.transport.start(self)
 
     @property

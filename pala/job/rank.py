@@ -44,7 +44,7 @@ def _serve_as_spare(job: Job, request: Request, interrupt: Interrupt) -> Result:
     if info is None:
         raise CollectiveError("The ranks that train did not start.")
     began_s = time.perf_counter() - info.time_s
-    sleeping = ALGORITHMS[request.config.algorithm].sleep(job.comm, request.config, info.exchange, interrupt)
+    sleeping = ALGORITHMS[request.config.algorithm].sleep(job.comm, request.config, info.exchange)
     try:
         with _noting_the_end(job, info):
             is_needed = sleeping.until_needed()

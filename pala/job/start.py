@@ -78,7 +78,7 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                 if not agent.acts:  # it needed their spaces alone
                     envs.close()
                 with failing(job, run):
-                    exchange = _make_exchange(job, comm, request, agent, run, interrupt)
+                    exchange = _make_exchange(job, comm, request, agent, run)
                 return Training(job, request, run, agent, exchange, interrupt).run()
 
 
@@ -142,9 +142,7 @@ def _working_directory() -> Path | None:
     return here
 
 
-def _make_exchange(
-    job: Job, trainers: Communicator, request: Request, agent: Agent[Any], run: Run, interrupt: Interrupt
-) -> Exchange:
+def _make_exchange(job: Job, trainers: Communicator, request: Request, agent: Agent[Any], run: Run) -> Exchange:
     """Tell the spares of the run, and make the exchange of ranks that train from the beginning. Collective."""
     collectively(trainers, lambda: run.open_reporter(agent.start.global_steps))
     agent.before_training(run.previous)
@@ -162,7 +160,7 @@ def _make_exchange(
 
         trace = begin_trace(trainers, run.trace_folder)
     # From here to its close the exchange alone communicates: its thread may be inside MPI at any time.
-    exchange: Exchange = agent.make_exchange(job.comm, interrupt)
+    exchange: Exchange = agent.make_exchange(job.comm)
     if trace is not None:
         exchange.record(trace)
     if may_stop:
@@ -189,7 +187,7 @@ def start_spare(
             alike = replace(run.config, network=info.network)
             agent = ALGORITHMS[alike.algorithm].build(alone, alike, envs, code.make_network, sleeping)
             is_needed = sleeping.until_needed()  # still: to build took a while
-            exchange = agent.wake_exchange(job.comm, sleeping, interrupt) if is_needed else None
+            exchange = agent.wake_exchange(job.comm, sleeping) if is_needed else None
             if exchange is None:
                 return None
             log(f"[rank {rank}] takes the place of a rank that is gone.")

@@ -95,11 +95,11 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         """Return flat tensors and numbers for this rank's checkpoint. None: training has not begun."""
 
     @abc.abstractmethod
-    def make_exchange(self, comm: Communicator, interrupt: Interrupt) -> ExchangeT:
+    def make_exchange(self, comm: Communicator) -> ExchangeT:
         """Make what this rank tells the others through, from `start` on. Collective."""
 
     @abc.abstractmethod
-    def wake_exchange(self, comm: Communicator, sleeping: Any, interrupt: Interrupt) -> ExchangeT | None:
+    def wake_exchange(self, comm: Communicator, sleeping: Any) -> ExchangeT | None:
         """Turn what a spare has slept by into its exchange, and join those who train, with a model of theirs; None if
         training ended before. `sleeping`: the algorithm's `Sleeping`. Not collective."""
 

@@ -118,7 +118,6 @@ def speed() -> None:
     from pala.exchange.none import NoExchange
     from pala.run.agent import make_generator
     from pala.run.provenance import provenance
-    from pala.system.interrupt import Interrupt
 
     commit, comm = provenance()["git_commit"], start_mpi()
     torch.set_num_threads(1)
@@ -133,9 +132,8 @@ def speed() -> None:
         envs, device = make_envs(config.env), torch.device("cpu")
         agent = make_agent(0, config, envs, device)
         agent.generator = make_generator(1, 0, device)
-        interrupt = Interrupt()
-        exchange = NoExchange(comm, agent.flat.data, config, ExchangeState([0]), interrupt)
-        learners[name] = Learner(agent, exchange, interrupt)
+        exchange = NoExchange(comm, agent.flat.data, config, ExchangeState([0]))
+        learners[name] = Learner(agent, exchange, comm.interrupt)
         learners[name].begin(envs.reset(np.arange(config.env.num_envs, dtype=np.int32)))
         learners[name]._advance()
     steps = Config().steps_per_update * SPEED_UPDATES

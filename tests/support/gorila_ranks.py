@@ -117,16 +117,16 @@ class Rank:
             )  # fmt: skip
         budget = StepBudget(rank, num_ranks, config.total_steps, base_steps=base_steps)
         self.transport = AtOnce(self.send)
-        comm: Any = SimpleNamespace(rank=rank, open_transport=lambda: self.transport)
+        comm: Any = SimpleNamespace(rank=rank, interrupt=Interrupt(), open_transport=lambda: self.transport)
         make_node = partial(Node, budget, rules, 0, self.shard, self.store)
-        self.exchange = GorilaExchange(comm, make_node, Interrupt())
+        self.exchange = GorilaExchange(comm, make_node)
         with self.exchange.node() as self.node:
             pass
         self.tape, self.target_tape = self.make_tape(network), self.make_tape(target_network)
         self.dqn = DQN(network.distribution, self.tape, self.flat, self.target_tape, self.target, gorila)
         agent = GorilaAgent(rank, config, self.envs, CPU, network, self.flat, rules, 1, self.dqn, self.store)
         agent.generator = torch.Generator().manual_seed(SEED)
-        self.worker = agent.make_loop(self.exchange, Interrupt())
+        self.worker = agent.make_loop(self.exchange, comm.interrupt)
 
     def make_network(self) -> QNetwork:
         return make_network()

@@ -94,10 +94,10 @@ class Run:
 
         self.a2c.step = noting
         comm, start = (
-            SimpleNamespace(rank=0, size=1, deaths=SimpleNamespace),
+            SimpleNamespace(rank=0, size=1, interrupt=self.interrupt, deaths=SimpleNamespace),
             ExchangeState([self.counters.local_steps]),
         )
-        self.exchange = self.exchange_class(comm, self.flat.data, config, start, self.interrupt)
+        self.exchange = self.exchange_class(comm, self.flat.data, config, start)
         generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))
         agent = A2CAgent(0, config, self.envs, torch.device("cpu"), network, self.flat, self.a2c)
         agent.counters, agent.generator = self.counters, generator

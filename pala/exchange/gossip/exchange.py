@@ -21,7 +21,7 @@ from pala.exchange.gossip.models import TensorModels
 from pala.exchange.gossip.state import Rules
 from pala.exchange.wire import Wire
 from pala.system.errors import PalaError
-from pala.system.interrupt import LEAVE, Interrupt
+from pala.system.interrupt import LEAVE
 from pala.system.output import log
 from pala.system.text import named
 from pala.system.trace import Trace
@@ -47,7 +47,6 @@ class GossipExchange(ModelExchange):
         parameters: Tensor,
         config: Config,
         start: ExchangeState,
-        interrupt: Interrupt,
         *,
         signature: int = 0,
         num_exact: int = 0,
@@ -59,7 +58,7 @@ class GossipExchange(ModelExchange):
 
         `own_topology`: a user's, in place of the named one. `slept`: what a spare that is needed has slept by, with
         which it continues; it has to `join`. `groups`: see `StepBudget`."""
-        super().__init__(comm, parameters, config, start, interrupt)
+        super().__init__(comm, parameters, config, start)
         self._polls_between_steps = False
         self._average_met_the_end = False  # and closed
         self._stays = False  # it was told to leave, and has told others, but is there at the end

@@ -15,7 +15,6 @@ from pala.exchange.gossip.messages import WITHOUT_MODEL
 from pala.exchange.gossip.state import Rules
 from pala.exchange.sleeping import Sleeping
 from pala.exchange.wire import NOTHING, Message, Refusal, Wire
-from pala.system.interrupt import Interrupt
 
 
 class NoModels(Models):
@@ -35,13 +34,13 @@ class NoModels(Models):
 class SleepingGossip(Sleeping):
     """Waits for the rank's turn."""
 
-    def __init__(self, comm: Communicator, config: Config, begin: StartState, interrupt: Interrupt) -> None:
+    def __init__(self, comm: Communicator, config: Config, begin: StartState) -> None:
         """Open the transport and wait for a turn. Collective."""
         budget = budget_of(comm, begin.start, config.total_steps, config.run.spares)
         protocol = make_protocol(Rules.of(config, whole_every=1))
         state = protocol.new_state(budget, weight=0.0, round_=begin.start.round)
         wire = Wire(comm.size, begin.num_parameters, begin.signature, dict.fromkeys(WITHOUT_MODEL, NOTHING))
-        super().__init__(budget, comm.open_transport(), interrupt)
+        super().__init__(comm, budget)
         self.driver = GossipDriver(protocol, state, self.transport, NoModels(wire))
         self.driver.start()
 

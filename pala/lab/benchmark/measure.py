@@ -38,7 +38,6 @@ from pala.networks.optimisers import clip_gradient_, rmsprop_
 from pala.run.agent import Agent, make_generator
 from pala.run.metrics import SECTIONS, Record
 from pala.system.errors import PalaError
-from pala.system.interrupt import Interrupt
 
 _MATRIX = 1024  # rows and columns
 _PREPARED_ACTIONS = 64
@@ -274,11 +273,11 @@ class Trial:
                 self._config.run, spares=0, log_interval_s=seconds / _LOG_INTERVALS, checkpoint_interval_s=math.inf
             ),
         )
-        agent, interrupt = self._fresh_agent(config), Interrupt()
+        agent = self._fresh_agent(config)
         agent.envs, agent.start = self._envs, ExchangeState([0] * self._comm.size)
         agent.generator = make_generator(config.seed, self._comm.rank, agent.device)
-        exchange = agent.make_exchange(self._comm, interrupt)
-        loop = agent.make_loop(exchange, interrupt)
+        exchange = agent.make_exchange(self._comm)
+        loop = agent.make_loop(exchange, self._comm.interrupt)
         self.message_bytes = exchange.message_bytes
         records: list[Record] = [{"time_s": 0.0, "updates": 0, "local_steps": 0} | _process_figures()]
 
