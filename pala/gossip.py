@@ -35,7 +35,7 @@ from pala.comm.base import Communicator, rank_of_thread
 from pala.config import A2CConfig, Config, ExchangeConfig, RunConfig, checked
 from pala.config.catalogue import RULES
 from pala.config.schema import CompressionName, MixingName, TopologyName
-from pala.exchange.base import average_of_ranks
+from pala.exchange.base import Setup, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.flat import FlatTensors, named_tensors, share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
@@ -196,15 +196,8 @@ class Gossip:
             from pala.comm.tracing import begin_trace
 
             self._trace = self._stack.enter_context(closing(begin_trace(comm, comm.bcast(self._trace_folder))))
-        self._exchange = GossipExchange(
-            comm,
-            flat.data,
-            self._settings,
-            self._start,
-            signature=flat.signature,
-            num_exact=flat.num_exact,
-            own_topology=self._own_topology,
-        )
+        setup = Setup(comm, flat.data, self._settings, self._start, flat.signature, flat.num_exact)
+        self._exchange = GossipExchange(setup, own_topology=self._own_topology)
         if self._trace is not None:
             self._exchange.record(self._trace)
 

@@ -18,6 +18,7 @@ from pala.comm.base import Communicator
 from pala.config import Config, ExchangeConfig, catalogue
 from pala.config.catalogue import TOPOLOGIES
 from pala.exchange.allreduce import AllReduce
+from pala.exchange.base import Setup
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.shared_memory import SharedMemory
 from pala.run.checkpoint import load_policy
@@ -47,7 +48,7 @@ def trainer_of(kind: str) -> list[str]:
 
 
 def average_gradients(comm: Communicator) -> None:
-    exchange = AllReduce(comm, torch.zeros(10_007), Config(total_steps=10**9), start_of(comm))
+    exchange = AllReduce(Setup(comm, torch.zeros(10_007), Config(total_steps=10**9), start_of(comm)))
     gradients = np.random.default_rng(7).normal(size=(4, 3, 10_007)).astype(np.float32)
     gradients[3, 1, 5] = np.nan
     for of_ranks in gradients:
@@ -72,7 +73,7 @@ def mix_in_step(comm: Communicator, topology: str, senders: list[list[int]]) -> 
     x = np.random.default_rng(3).normal(size=(4, 1001))
     parameters = torch.from_numpy(x[comm.rank].astype(np.float32))
     config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=0)
-    exchange = SharedMemory(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm))
+    exchange = SharedMemory(Setup(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm)))
     for round_ in range(5):
         x[:, round_] += np.arange(4)  # what the ranks learn
         parameters[round_] += comm.rank
@@ -101,7 +102,7 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
     rng = np.random.default_rng(comm.rank)
     parameters = torch.full((200_000,), float(comm.rank))
     config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=3)
-    exchange = SharedMemory(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm))
+    exchange = SharedMemory(Setup(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm)))
     made = 0
     for update in range(300):
         if exchange.stop is not Stop.NONE:
@@ -120,7 +121,7 @@ def mix_at_unlike_speeds(comm: Communicator, topology: str) -> None:
     assert bool(exchange.final_parameters(10).isfinite().all())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_HEALING_S", 0.3)  # instead of 300
-        exchange = SharedMemory(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm))
+        exchange = SharedMemory(Setup(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm)))
         with pytest.raises(PalaError, match="no peer has sent finite ones"):
             exchange.after_update(1, healthy=False)
         comm.barrier()
@@ -131,7 +132,7 @@ def heal_twice_running(comm: Communicator) -> None:
 
     parameters = torch.full((100,), float(comm.rank))
     config = ExchangeConfig(kind="shared_memory", max_staleness=0)
-    exchange = SharedMemory(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm))
+    exchange = SharedMemory(Setup(comm, parameters, Config(total_steps=10**9, exchange=config), start_of(comm)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_HEALING_S", 20.0)
         for update in range(6):
@@ -169,7 +170,9 @@ def test_ranks_that_need_healing_and_their_peers_never_wait_for_each_other_for_e
         rng = random.Random(comm.rank)
         parameters = torch.zeros(10)
         config = ExchangeConfig(kind="shared_memory", topology=topology, max_staleness=max_staleness)
-        exchange = SharedMemory(comm, parameters, Config(total_steps=ranks * 60, exchange=config), start_of(comm))
+        exchange = SharedMemory(
+            Setup(comm, parameters, Config(total_steps=ranks * 60, exchange=config), start_of(comm))
+        )
         healed = 0
         while exchange.stop is Stop.NONE:
             sick = comm.rank > 0 and rng.random() < 0.3
@@ -195,7 +198,7 @@ def test_ranks_that_all_need_healing_hear_a_signal(monkeypatch: pytest.MonkeyPat
             threading.Timer(0.3, lambda: setattr(comm.interrupt, "signal", signal.SIGTERM)).start()
         config = ExchangeConfig(kind="shared_memory", max_staleness=0)
         exchange = SharedMemory(
-            comm, torch.full((10,), float("nan")), Config(total_steps=10**9, exchange=config), start_of(comm)
+            Setup(comm, torch.full((10,), float("nan")), Config(total_steps=10**9, exchange=config), start_of(comm))
         )
         return exchange.after_update(1, healthy=False), exchange.close(10)
 

@@ -25,6 +25,7 @@ from pala.a2c.update import A2C, Rollout
 from pala.comm.mapped_file import MappedFile, _Made, share
 from pala.config import A2CConfig, Config, ExchangeConfig, GorilaConfig, NetworkConfig, RunConfig
 from pala.config.checks import check
+from pala.exchange.base import Setup
 from pala.exchange.budget import ExchangeState, StepBudget, Stop
 from pala.exchange.group_memory import GroupMemory
 from pala.exchange.grouped import GroupedGossip
@@ -317,7 +318,7 @@ def gradient_of(columns: slice) -> torch.Tensor:
 def exchange_of(comm: MemoryCommunicator, parameters: torch.Tensor) -> GroupedGossip:
     """That of ranks in groups of two."""
     config = Config(total_steps=10**6, exchange=ExchangeConfig(group=2))
-    return GroupedGossip(comm, parameters, config, ExchangeState([0] * comm.size))
+    return GroupedGossip(Setup(comm, parameters, config, ExchangeState([0] * comm.size)))
 
 
 def test_two_ranks_of_a_group_have_the_gradient_of_one_with_twice_the_environments() -> None:

@@ -35,7 +35,7 @@ from pala.evaluation import evaluate as evaluate_program
 from pala.evaluation.policy import policy_of
 from pala.evaluation.scoring import Acting, evaluate
 from pala.exchange import make as make_module
-from pala.exchange.base import average_of_ranks
+from pala.exchange.base import Setup, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import GossipDriver
 from pala.exchange.gossip.exchange import GossipExchange
@@ -196,7 +196,7 @@ def test_a_rival_makes_no_pass_that_it_does_not_need(kind: str, ranks: int, expe
     def main(comm: MemoryCommunicator) -> tuple[list[str], Tensor]:
         parameters, gradient = torch.full((2, 1000), float(comm.rank))
         start = ExchangeState([0] * ranks)
-        exchange = make_exchange(comm, parameters, config, start)
+        exchange = make_exchange(Setup(comm, parameters, config, start))
         for _ in range(2):  # the first mix is measured
             with Passes(1000) as passes:
                 exchange.average_gradient(gradient)
@@ -215,7 +215,7 @@ def test_one_mix_in_eight_is_measured_however_often_records_are_written() -> Non
     config = Config(exchange=ExchangeConfig("shared_memory", max_staleness=0))
 
     def main(comm: MemoryCommunicator) -> list[int]:
-        exchange = make_exchange(comm, torch.zeros(10), config, ExchangeState([0] * 2))
+        exchange = make_exchange(Setup(comm, torch.zeros(10), config, ExchangeState([0] * 2)))
         measured = list[int]()
         for update in range(24):
             exchange.after_update(1, healthy=True)
@@ -321,7 +321,7 @@ def test_a_rank_that_made_no_update_does_not_count_in_the_policy(
 
     def main(comm: MemoryCommunicator) -> Tensor:
         parameters, config = torch.full((5,), float(comm.rank)), configure(tmp_path, kind, steps=2 * made + 10)
-        exchange = make_exchange(comm, parameters, config, ExchangeState([made, made]))
+        exchange = make_exchange(Setup(comm, parameters, config, ExchangeState([made, made])))
         if comm.rank == 0:
             exchange.after_update(10, healthy=True)
         else:
@@ -339,7 +339,7 @@ def test_of_independent_learners_the_first_that_has_trained_gives_the_policy() -
 
     def main(comm: MemoryCommunicator) -> tuple[Tensor, bool]:
         start, config = ExchangeState([0, 0]), Config(total_steps=100)
-        exchange = NoExchange(comm, torch.full((5,), float(comm.rank)), config, start)
+        exchange = NoExchange(Setup(comm, torch.full((5,), float(comm.rank)), config, start))
         exchange.listen()
         if comm.rank == 1:
             exchange.after_update(10, healthy=True)

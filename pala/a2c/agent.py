@@ -19,7 +19,8 @@ from pala.comm.base import Communicator
 from pala.config import Config
 from pala.envs.spaces import background_of, has_images
 from pala.envs.vector import Envs
-from pala.exchange.base import ModelExchange
+from pala.exchange.base import ModelExchange, Setup
+from pala.exchange.budget import ExchangeState
 from pala.exchange.flat import share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.groups import groups_of, members_of
@@ -76,31 +77,18 @@ class A2CAgent(Agent[ModelExchange]):
         return self.a2c.tensors, {"num_squares": self.a2c.num_squares}
 
     def make_exchange(self, comm: Communicator) -> ModelExchange:
-        flat = self.flat
-        return make_exchange(
-            comm,
-            flat.data,
-            self.config,
-            self.start,
-            signature=flat.signature,
-            num_exact=flat.num_moments,
-        )
+        return make_exchange(self._setup(comm, self.start))
 
     def wake_exchange(self, comm: Communicator, sleeping: SleepingGossip) -> ModelExchange | None:
-        flat = self.flat
-        exchange = GossipExchange(
-            comm,
-            flat.data,
-            self.config,
-            sleeping.driver.state.kept(),
-            signature=flat.signature,
-            num_exact=flat.num_moments,
-            slept=sleeping,
-        )
+        exchange = GossipExchange(self._setup(comm, sleeping.driver.state.kept()), slept=sleeping)
         return exchange if exchange.join() else None
 
     def make_loop(self, exchange: ModelExchange, interrupt: Interrupt) -> Learner:
         return Learner(self, exchange, interrupt)
+
+    def _setup(self, comm: Communicator, start: ExchangeState) -> Setup:
+        flat = self.flat
+        return Setup(comm, flat.data, self.config, start, flat.signature, flat.num_moments)
 
     def _take(self, state: RankState) -> None:
         for name, tensor in self.a2c.tensors.items():

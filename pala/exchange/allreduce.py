@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pala.comm.base import Communicator
-from pala.config import Config
-from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
+from pala.exchange.base import ModelExchange, Setup, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.output import log
 from pala.system.waiting import LongWait, wait_asleep
@@ -30,16 +28,10 @@ class AllReduce(ModelExchange):
 
     num_models = 1
 
-    def __init__(
-        self,
-        comm: Communicator,
-        parameters: Tensor,
-        config: Config,
-        start: ExchangeState,
-        **_: int,
-    ) -> None:
-        """`parameters`: equal on all ranks."""
-        super().__init__(comm, parameters, config, start)
+    def __init__(self, setup: Setup) -> None:
+        """Average gradients from now on. The parameters must be equal on all ranks. Collective."""
+        super().__init__(setup)
+        comm, parameters, config, start, *_ = setup
         self._buffer = torch.zeros(parameters.numel() + 2 + comm.size, pin_memory=parameters.is_cuda)
         self._gradient, self._words = self._buffer.split((parameters.numel(), 2 + comm.size))
         self._ends, self._signals, self._not_finite = self._words.split((1, 1, comm.size))

@@ -183,27 +183,29 @@ class Exchange(abc.ABC):
         """Return what a checkpoint keeps of this exchange."""
 
 
+class Setup(NamedTuple):
+    """All that an exchange of models is made of, on one rank."""
+
+    comm: Communicator
+    parameters: Tensor
+    """Flat parameters, float32 [parameters], which are changed in place, on the learner's thread alone."""
+    config: Config
+    start: ExchangeState
+    """The state that the exchange begins with."""
+    signature: int = 0
+    """Checksum of the network's layout, equal on all ranks."""
+    num_exact: int = 0
+    """Number of the last parameters, which are never rounded or left out, and are no part of distances."""
+
+
 class ModelExchange(Exchange):
     """The exchange of A2C: between two updates, the learner's parameters pass through here."""
 
     culprits: Sequence[int] = ()  # other ranks whose gradients made the last average not finite
 
-    def __init__(
-        self,
-        comm: Communicator,
-        parameters: Tensor,
-        config: Config,
-        start: ExchangeState,
-        *,
-        signature: int = 0,
-        num_exact: int = 0,
-    ) -> None:
-        """Exchange from now on. Collective.
-
-        `parameters`: flat float32, changed in place, on the learner's thread alone; the last `num_exact` are never
-        rounded or left out, and are no part of distances. `signature`: checksum of the network's layout, equal on all
-        ranks."""
-        self._comm, self._parameters, self._interrupt = comm, parameters, comm.interrupt
+    def __init__(self, setup: Setup) -> None:
+        """Exchange from now on. Collective."""
+        self._comm, self._parameters, self._interrupt = setup.comm, setup.parameters, setup.comm.interrupt
 
     @property
     def num_learners(self) -> int:

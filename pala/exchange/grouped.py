@@ -27,9 +27,8 @@ import numpy as np
 from torch import Tensor
 
 from pala.comm.agreement import collectively
-from pala.comm.base import Communicator
-from pala.config import Config
-from pala.exchange.budget import ExchangeState, Stop
+from pala.exchange.base import Setup
+from pala.exchange.budget import Stop
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.group_memory import Decision, GroupMemory
 from pala.exchange.groups import groups_of, members_of
@@ -44,22 +43,14 @@ _LONGEST_SLEEP_S = 5e-4
 class GroupedGossip(GossipExchange):
     """Gossip of a rank that shares its model with the others of its group."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        parameters: Tensor,
-        config: Config,
-        start: ExchangeState,
-        *,
-        signature: int = 0,
-        num_exact: int = 0,
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
         """Gossip as `GossipExchange` does. The parameters are equal within each group. Collective."""
+        comm, parameters, config, start, *_ = setup
         self._groups: Sequence[int] = groups_of(comm.allgather(comm.host), config.exchange.group)
         self._members: Sequence[int] = members_of(self._groups)[self._groups[comm.rank]]  # those of the newest decision
         everybody = self._members
         self._memory = collectively(comm, lambda: GroupMemory(comm, everybody, parameters.numel()))
-        super().__init__(comm, parameters, config, start, signature=signature, num_exact=num_exact, groups=self._groups)
+        super().__init__(setup, groups=self._groups)
         self._update = 0  # that the group makes, or has made last
         self._made = np.array(start.steps_by_rank, np.uint64)  # steps of every rank, those of this group exactly
         self._trained_by: Sequence[int] = range(comm.size)  # ranks, as the newest decision knows them

@@ -7,28 +7,20 @@ from pkgutil import resolve_name
 from torch import Tensor
 
 from pala.comm.base import Communicator
-from pala.config import Config, ExchangeConfig
+from pala.config import ExchangeConfig
 from pala.config.catalogue import KINDS
-from pala.exchange.base import ModelExchange
-from pala.exchange.budget import ExchangeState
+from pala.exchange.base import ModelExchange, Setup
 from pala.system.errors import PalaError
 
 _MOST_PARAMETERS = 2**31 - 1
 _IN_GROUPS = "pala.exchange.grouped:GroupedGossip"
 
 
-def make_exchange(
-    comm: Communicator,
-    parameters: Tensor,
-    config: Config,
-    start: ExchangeState,
-    *,
-    signature: int = 0,
-    num_exact: int = 0,
-) -> ModelExchange:
-    """Return the exchange that the configuration names. Arguments as of `ModelExchange`. Collective."""
-    make = resolve_name(_IN_GROUPS if config.exchange.has_groups else KINDS[config.exchange.kind].made_by)
-    return make(comm, parameters, config, start, signature=signature, num_exact=num_exact)
+def make_exchange(setup: Setup) -> ModelExchange:
+    """Return the exchange that the configuration names. Collective."""
+    config = setup.config.exchange
+    exchange: ModelExchange = resolve_name(_IN_GROUPS if config.has_groups else KINDS[config.kind].made_by)(setup)
+    return exchange
 
 
 def check_size(parameters: Tensor) -> None:

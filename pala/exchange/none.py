@@ -9,8 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from pala.comm.base import Bytes, Communicator, Received, Receiver
-from pala.config import Config
-from pala.exchange.base import ModelExchange, agree_on_end, model_of_first
+from pala.exchange.base import ModelExchange, Setup, agree_on_end, model_of_first
 from pala.exchange.budget import ExchangeState, Stop
 
 
@@ -18,15 +17,9 @@ class NoExchange(ModelExchange):
     """Every rank makes an equal share of the budget; one that dies takes its share along. The final policy is that of
     the lowest rank that lives and has trained; nothing is averaged."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        parameters: Tensor,
-        config: Config,
-        start: ExchangeState,
-        **_: int,
-    ) -> None:
-        super().__init__(comm, parameters, config, start)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        comm, _, config, start, *_ = setup
         self._start = start
         self._final_steps: np.ndarray | None = None
         self._deaths = comm.deaths()

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from pala.comm.agreement import collectively
 from pala.comm.base import Communicator
-from pala.config import Config
 from pala.config.catalogue import TOPOLOGIES
-from pala.exchange.base import End, ModelExchange, agree_on_end, average_of_ranks
+from pala.exchange.base import End, ModelExchange, Setup, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.gossip.driver import MIXES_A_MEASUREMENT
 from pala.system.errors import EndError, PalaError
@@ -77,18 +76,10 @@ class BroadcastBuffers:
 class SharedMemory(ModelExchange):
     """One broadcast buffer a rank; whoever reads it says so before it is written again."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        parameters: Tensor,
-        config: Config,
-        start: ExchangeState,
-        *,
-        num_exact: int = 0,
-        **_: int,
-    ) -> None:
-        """Exchange among ranks that are all on one host."""
-        super().__init__(comm, parameters, config, start)
+    def __init__(self, setup: Setup) -> None:
+        """Exchange among ranks that are all on one host. Collective."""
+        super().__init__(setup)
+        comm, parameters, config, start, _, num_exact = setup
         self._num_measured = parameters.numel() - num_exact
         self._rank = comm.rank
         self._max_staleness = config.exchange.max_staleness

@@ -114,6 +114,7 @@ def speed() -> None:
     from pala.a2c.learner import Learner
     from pala.comm.mpi_process import start_mpi
     from pala.envs.vector import make_envs
+    from pala.exchange.base import Setup
     from pala.exchange.budget import ExchangeState
     from pala.exchange.none import NoExchange
     from pala.run.agent import make_generator
@@ -132,7 +133,7 @@ def speed() -> None:
         envs, device = make_envs(config.env), torch.device("cpu")
         agent = make_agent(0, config, envs, device)
         agent.generator = make_generator(1, 0, device)
-        exchange = NoExchange(comm, agent.flat.data, config, ExchangeState([0]))
+        exchange = NoExchange(Setup(comm, agent.flat.data, config, ExchangeState([0])))
         learners[name] = Learner(agent, exchange, comm.interrupt)
         learners[name].begin(envs.reset(np.arange(config.env.num_envs, dtype=np.int32)))
         learners[name]._advance()

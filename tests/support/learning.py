@@ -16,6 +16,7 @@ from pala.a2c.learner import Learner
 from pala.a2c.update import A2C, Loss, Rollout, UpdateResult
 from pala.config import A2CConfig, Config, EnvConfig, ExchangeConfig, NetworkConfig, RunConfig
 from pala.envs.vector import make_envs
+from pala.exchange.base import Setup
 from pala.exchange.budget import ExchangeState, Stop
 from pala.exchange.none import NoExchange
 from pala.networks.network import ActorCritic, FlatParameters
@@ -97,7 +98,7 @@ class Run:
             SimpleNamespace(rank=0, size=1, interrupt=self.interrupt, deaths=SimpleNamespace),
             ExchangeState([self.counters.local_steps]),
         )
-        self.exchange = self.exchange_class(comm, self.flat.data, config, start)
+        self.exchange = self.exchange_class(Setup(comm, self.flat.data, config, start))
         generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))
         agent = A2CAgent(0, config, self.envs, torch.device("cpu"), network, self.flat, self.a2c)
         agent.counters, agent.generator = self.counters, generator

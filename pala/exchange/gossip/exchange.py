@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pala.comm.base import Communicator
-from pala.config import Config
-from pala.exchange.base import ModelExchange, agree_on_end, average_of_ranks
+from pala.exchange.base import ModelExchange, Setup, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop, budget_of
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
@@ -43,13 +41,8 @@ class GossipExchange(ModelExchange):
 
     def __init__(
         self,
-        comm: Communicator,
-        parameters: Tensor,
-        config: Config,
-        start: ExchangeState,
+        setup: Setup,
         *,
-        signature: int = 0,
-        num_exact: int = 0,
         own_topology: Peers | None = None,
         slept: SleepingGossip | None = None,
         groups: Sequence[int] = (),
@@ -58,7 +51,8 @@ class GossipExchange(ModelExchange):
 
         `own_topology`: a user's, in place of the named one. `slept`: what a spare that is needed has slept by, with
         which it continues; it has to `join`. `groups`: see `StepBudget`."""
-        super().__init__(comm, parameters, config, start)
+        super().__init__(setup)
+        comm, parameters, config, start, signature, num_exact = setup
         self._polls_between_steps = False
         self._average_met_the_end = False  # and closed
         self._stays = False  # it was told to leave, and has told others, but is there at the end
