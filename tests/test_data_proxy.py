@@ -13,6 +13,7 @@ from pala.comm import data_proxy
 from pala.comm.base import Bytes, Received, Receiver
 from pala.comm.data_proxy import _BULK_TAG, _SMALL_TAG, DataProxy, _Receive, _Send
 from pala.comm.threaded import ThreadedTransport
+from pala.system.interrupt import Interrupt
 
 
 class Request:
@@ -58,7 +59,7 @@ def proxy_to_which_come(
 ) -> tuple[DataProxy, Listener]:
     """Small messages from these sources, in this order, beside what is under way. Each has its number of bytes."""
     proxy, listener, sizes = DataProxy.__new__(DataProxy), Listener(), count()
-    ThreadedTransport.__init__(proxy, "test")
+    ThreadedTransport.__init__(proxy, "test", Interrupt())
     proxy._deaths, proxy._receiver = SimpleNamespace(look=lambda: ()), listener  # type: ignore[assignment]
     proxy._receives, proxy._sends = receives, []
 
@@ -98,7 +99,7 @@ def test_peers_that_stop_while_they_send_hold_up_no_others(monkeypatch: pytest.M
 def test_a_death_is_heard_of_before_what_was_lost_with_it_counts_as_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank that leaves could think that the dead one continues."""
     proxy, listener, packet = DataProxy.__new__(DataProxy), Listener(), SimpleNamespace(pending=1)
-    ThreadedTransport.__init__(proxy, "test")
+    ThreadedTransport.__init__(proxy, "test", Interrupt())
     looks: list[set[int]] = [set(), {3}]  # it dies between the look at deaths and the look at what is sent
     proxy._deaths, proxy._receiver = SimpleNamespace(look=lambda: looks.pop(0)), listener  # type: ignore[assignment]
     proxy._receives, proxy._sends = [], [_Send(Request(), packet)]  # type: ignore[arg-type]

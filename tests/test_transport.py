@@ -171,7 +171,7 @@ def test_messages_come_in_order_and_nothing_is_left_when_all_have_closed() -> No
                     transport.send(peer, packets[-1], bulk=number % 3 == 0)
             if comm.rank == 1:
                 transport.poll()
-        transport.close(PATIENCE_S, Interrupt())
+        transport.close(PATIENCE_S)
         assert not any(p.pending for p in packets)
         return listener
 
@@ -193,7 +193,7 @@ def test_what_was_sent_may_be_changed_when_it_has_left() -> None:
                 mine.data[0] = number
                 transport.send(1, mine, bulk=True)
                 wait_for(lambda: mine.pending == 0)
-        transport.close(PATIENCE_S, Interrupt())
+        transport.close(PATIENCE_S)
         return listener.of(0, bulk=True)
 
     assert run_ranks(2, main)[1] == [bytes([number]) for number in range(10)]
@@ -207,7 +207,7 @@ def test_bulk_messages_are_lost_and_damaged_by_script() -> None:
         for p in mine:
             transport.send(1 - comm.rank, p, bulk=True)
             transport.send(1 - comm.rank, packet(100))
-        transport.close(PATIENCE_S, Interrupt())
+        transport.close(PATIENCE_S)
         assert not any(p.pending for p in mine)
         return listener
 
@@ -230,7 +230,7 @@ def test_a_death_is_heard_of_and_what_was_under_way_is_given_up() -> None:
         wait_for(lambda: stuck.pending == 0)
         if comm.rank == 1:
             transport.send(0, packet(1))
-        transport.close(PATIENCE_S, Interrupt())
+        transport.close(PATIENCE_S)
         return listener
 
     first, second, third = run_ranks(3, main, [fail_at(2, update=3)])
@@ -247,7 +247,7 @@ def test_a_rank_can_die_in_the_middle_of_its_messages() -> None:
                 transport.send(1, packet(number))
                 transport.poll()
         wait_for(lambda: listener.deaths == [0])
-        transport.close(PATIENCE_S, Interrupt())
+        transport.close(PATIENCE_S)
         return listener
 
     killed, listener = run_ranks(2, main, [fail_at_message(0, 4)])
@@ -268,7 +268,7 @@ def test_a_stopped_rank_neither_works_nor_answers() -> None:
             transport.send(1, mine)
             wait_for(lambda: mine.pending == 0)
         took_s = time.monotonic() - begin_s
-        transport.close(PATIENCE_S, Interrupt())
+        transport.close(PATIENCE_S)
         ticks = [0.0, *(at - begin_s for at in listener.ticked_s if at > begin_s)]
         return ticks, took_s
 
@@ -295,7 +295,7 @@ def test_what_ends_the_transports_thread_is_raised_in_the_learners() -> None:
         transport.start(Broken() if comm.rank == 0 else Listener())
         if comm.rank == 1:
             transport.send(0, packet(1))
-        transport.close(PATIENCE_S, Interrupt())
+        transport.close(PATIENCE_S)
 
     broken, other = run_ranks(2, main)
     assert isinstance(broken, ValueError) and other is None
@@ -305,7 +305,7 @@ class Sent(ThreadedTransport):
     """Keeps what leaves."""
 
     def __init__(self) -> None:
-        super().__init__("sent")
+        super().__init__("sent", Interrupt())
         self.left: list[Packet] = []
 
     def _send_now(self, peer: int, packet: Packet, bulk: bool) -> None:
@@ -350,7 +350,7 @@ def test_no_collective_beside_an_open_transport() -> None:
         try:
             comm.barrier()
         finally:
-            transport.close(PATIENCE_S, Interrupt())
+            transport.close(PATIENCE_S)
 
     refused = run_ranks(2, main)
     assert all(isinstance(error, AssertionError) and "a transport is open" in str(error) for error in refused)

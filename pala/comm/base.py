@@ -133,7 +133,7 @@ class Transport(abc.ABC):
         without any lock held."""
         self.poll()
 
-    def wait_until_sent(self, patience_s: float, interrupt: Interrupt) -> None:  # noqa: B027
+    def wait_until_sent(self, patience_s: float) -> None:  # noqa: B027
         """Wait until everything that was to be sent has left, a signal comes, or `patience_s` is over, as when a peer
         is stopped. The learner's thread, without any lock held."""
 
@@ -145,13 +145,13 @@ class Transport(abc.ABC):
         Collective."""
         return Meeting(lambda: True, LongWait())
 
-    def pause(self, timeout_s: float | None, interrupt: Interrupt) -> None:  # noqa: B027
+    def pause(self, timeout_s: float | None) -> None:  # noqa: B027
         """Do as `close`, but `start` may follow. Meanwhile the communicator may be used. Collective."""
 
     def free(self) -> None:  # noqa: B027
         """Give back what a paused transport holds: it will not start again. Collective."""
 
-    def close(self, timeout_s: float, interrupt: Interrupt) -> None:  # noqa: B027
+    def close(self, timeout_s: float) -> None:  # noqa: B027
         """Receive what is still coming until every living rank has closed; the receiver sends nothing any more.
         Collective.
 

@@ -29,6 +29,7 @@ from pala.comm.base import Meeting, Packet, Received
 from pala.comm.roll_call import RollCall
 from pala.comm.threaded import TICK_S, ThreadedTransport
 from pala.comm.ulfm import Barrier, MpiDeaths, is_death
+from pala.system.interrupt import Interrupt
 
 _BULK_TAG, _SMALL_TAG = 1, 2
 _MOST_BYTES = 2**30  # that are counted one by one
@@ -61,8 +62,8 @@ class _Send(NamedTuple):
 class DataProxy(ThreadedTransport):
     """Sends and receives for one rank of `comm`, which it duplicates. `roll_call`: that of `comm`."""
 
-    def __init__(self, comm: MPI.Comm, roll_call: RollCall) -> None:
-        super().__init__("pala-data-proxy")
+    def __init__(self, comm: MPI.Comm, roll_call: RollCall, interrupt: Interrupt) -> None:
+        super().__init__("pala-data-proxy", interrupt)
         self._hurry = False
         self._comm, self._roll_call = comm.Dup(), roll_call
         self._deaths = MpiDeaths(self._comm, polls=False)

@@ -160,7 +160,7 @@ class MpiCommunicator(Communicator):
         from pala.comm.data_proxy import DataProxy
 
         self.barrier()
-        return DataProxy(self.mpi, self._roll_call)
+        return DataProxy(self.mpi, self._roll_call, self.interrupt)
 
     def share_memory(self, num_bytes: int, among: Sequence[int]) -> SharedBlock:
         return share(self, num_bytes, among)

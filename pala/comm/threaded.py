@@ -19,10 +19,11 @@ class ThreadedTransport(Transport):
     """Transport with outboxes. They are emptied between two steps of the learner (`poll`), or by the transport's own
     thread when the learner does not poll. What fails on that thread is raised again in the learner's."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, interrupt: Interrupt) -> None:
+        """`interrupt`: signals that end its waits."""
         self.failure: BaseException | None = None
         self._receiver: Receiver
-        self._name = name
+        self._name, self._interrupt = name, interrupt
         self._thread = threading.Thread()  # of the last `start`
         self._bulk_outbox: deque[tuple[int, Packet]] = deque()
         self._small_outbox: deque[tuple[int, Packet]] = deque()
@@ -63,20 +64,20 @@ class ThreadedTransport(Transport):
             self._num_pending += 1
         (self._bulk_outbox if bulk else self._small_outbox).append((peer, packet))
 
-    def wait_until_sent(self, patience_s: float, interrupt: Interrupt) -> None:
+    def wait_until_sent(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
         self.hurry(True)
-        while self._num_pending > 0 and time.monotonic() < deadline and interrupt.signal is None:
+        while self._num_pending > 0 and time.monotonic() < deadline and self._interrupt.signal is None:
             self.raise_failure()
             self.poll()
             time.sleep(0.001)
         self.hurry(False)
 
-    def close(self, timeout_s: float, interrupt: Interrupt) -> None:
-        self.pause(timeout_s, interrupt)
+    def close(self, timeout_s: float) -> None:
+        self.pause(timeout_s)
         self.free()
 
-    def pause(self, timeout_s: float | None, interrupt: Interrupt) -> None:
+    def pause(self, timeout_s: float | None) -> None:
         self._closing = True
         self._wake.set()
 
@@ -84,7 +85,7 @@ class ThreadedTransport(Transport):
             self._thread.join(0.01)
             return not self._thread.is_alive()
 
-        wait_asleep(closed, timeout_s, interrupt)
+        wait_asleep(closed, timeout_s, self._interrupt)
         self.raise_failure()
 
     def abandon(self) -> None:

@@ -75,7 +75,7 @@ class NoExchange(ModelExchange):
         known = np.array(self._start.steps_by_rank, np.uint64)
         known[self._comm.rank] = self._local_steps
         if self._bell is not None:
-            self._bell.transport.close(math.inf, self._interrupt)
+            self._bell.transport.close(math.inf)
         end = agree_on_end(self._comm, self._stop, known, None)
         self._final_steps = end.steps_by_rank
         if self._bell is not None:  # which hears no more

@@ -44,7 +44,7 @@ class Sleeping(abc.ABC):
 
     def close(self, timeout_s: float) -> None:
         """Take part in the end of the messages. Collective. Raises EndError as `Transport.close`."""
-        self.transport.close(timeout_s, self._interrupt)
+        self.transport.close(timeout_s)
 
     @property
     @abc.abstractmethod

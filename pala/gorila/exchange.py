@@ -120,7 +120,7 @@ class GorilaExchange(Exchange, Receiver):
                 return False
             members.leave()
             others = len(self.living)
-        self._transport.wait_until_sent(members.watch.patience_s, self._interrupt)
+        self._transport.wait_until_sent(members.watch.patience_s)
         log(f"[rank {rank}] leaves ({LEAVE.name}); {others} continue.")
         return True
 
@@ -170,7 +170,7 @@ class GorilaExchange(Exchange, Receiver):
     def close(self, timeout_s: float) -> Stop:
         with self._changed:
             self._members.send_stop()  # after the barrier that the transport closes with, nothing may be sent
-        self._transport.close(timeout_s, self._interrupt)
+        self._transport.close(timeout_s)
         self._raise_failure()
         budget = self._node.budget
         has_left = self._members.has_left

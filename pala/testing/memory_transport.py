@@ -12,7 +12,6 @@ import numpy as np
 
 from pala.comm.base import Meeting, Packet, Received, Receiver
 from pala.comm.threaded import TICK_S, ThreadedTransport
-from pala.system.interrupt import Interrupt
 from pala.system.waiting import WaitForRanks
 from pala.testing.faults import OnTheWay, ToRank
 
@@ -66,7 +65,7 @@ class MemoryTransport(ThreadedTransport):
     """Moves messages between threads: at once, if the receiving rank's learner polls or its thread wakes up."""
 
     def __init__(self, comm: MemoryCommunicator, channel: Channel) -> None:
-        super().__init__(f"pala-memory-{comm.rank}")
+        super().__init__(f"pala-memory-{comm.rank}", comm.interrupt)
         self._comm = comm
         self._world = comm.world
         self._rank = comm.rank
@@ -90,9 +89,9 @@ class MemoryTransport(ThreadedTransport):
 
         return Meeting(have_come, _Wait(self._rank, where, lambda: self._world.living_in(round_)))
 
-    def pause(self, timeout_s: float | None, interrupt: Interrupt) -> None:
+    def pause(self, timeout_s: float | None) -> None:
         self._num_closings += 1
-        super().pause(timeout_s, interrupt)
+        super().pause(timeout_s)
         self._world.in_transport.discard(self._rank)
 
     def abandon(self) -> None:

@@ -200,7 +200,7 @@ class Member(GroupedGossip):
         self._state.stayers.add(n)  # the other group's has said that it stays
         self._asks_again_s = math.inf
         self._transport: Any = SimpleNamespace(
-            poll=lambda: None, raise_failure=lambda: None, wait_until_sent=lambda patience_s, interrupt: None
+            poll=lambda: None, raise_failure=lambda: None, wait_until_sent=lambda patience_s: None
         )
         self._interrupt, self._patience_s, self._stays = Interrupt(), 1.0, False
         self.driver: Any = _Driver(self._state, self._parameters)

@@ -134,7 +134,7 @@ class GossipExchange(ModelExchange):
                 self._interrupt.leave_requested = True  # tried again after the next update
                 return False
             self.driver.leave()
-            self._transport.wait_until_sent(self._patience_s, self._interrupt)
+            self._transport.wait_until_sent(self._patience_s)
             self._ask_once_more()
             if self._may_leave() and budget.stop is Stop.NONE:
                 log(f"[rank {rank}] leaves ({LEAVE.name}); {len(self.living)} continue.")
@@ -160,7 +160,7 @@ class GossipExchange(ModelExchange):
     def _is_assured(self) -> bool:
         """Return whether this rank may leave, and nothing of its models is on its way; if not, ask who stays."""
         if self._may_leave():
-            self._transport.wait_until_sent(self._patience_s, self._interrupt)
+            self._transport.wait_until_sent(self._patience_s)
             return self._may_leave()
         if time.monotonic() > self._asks_again_s:
             self._asks_again_s = time.monotonic() + _ASK_AGAIN_S
@@ -234,7 +234,7 @@ class GossipExchange(ModelExchange):
 
         wait_asleep(all_are_here, timeout_s, self._interrupt, wait=meeting.wait)
         self.driver.be_quiet()
-        self._transport.pause(timeout_s, self._interrupt)
+        self._transport.pause(timeout_s)
         self.driver.restart()
         if self._agree(timeout_s) is not Stop.NONE:
             self._transport.free()
@@ -247,7 +247,7 @@ class GossipExchange(ModelExchange):
 
     def close(self, timeout_s: float) -> Stop:
         if not self._average_met_the_end:
-            self._transport.close(timeout_s, self._interrupt)
+            self._transport.close(timeout_s)
             self.driver.finish()
             self._agree(timeout_s)
         return self._state.budget.stop
@@ -304,7 +304,7 @@ class GossipExchange(ModelExchange):
         self.driver.wish_to_leave()
         with self.driver.lock:
             self._wait_with_patience(lambda: self._may_leave() or not self._may_hear_who_stays())
-        self._transport.wait_until_sent(self._patience_s, self._interrupt)
+        self._transport.wait_until_sent(self._patience_s)
 
     def _wait_with_patience(self, done: Callable[[], bool]) -> None:
         """Wait until `done()` or the end, but not for longer than a silent rank is waited for. With the lock held,
