@@ -16,7 +16,6 @@ from pala.job.job import Job, RunInfo
 from pala.job.request import Request, Result
 from pala.run.run import note_failure
 from pala.system.errors import CollectiveError, EndError
-from pala.system.interrupt import Interrupt
 from pala.system.resources import loading
 
 
@@ -27,18 +26,17 @@ def run_rank(comm: Communicator, request: Request) -> Result:
 
 def run_in(job: Job, request: Request) -> Result:
     """Do this rank's part of a job. Collective."""
-    interrupt = job.comm.interrupt
     if job.trainers is None:
-        with interrupt.installed():
-            return _serve_as_spare(job, request, interrupt)
+        with job.comm.interrupt.installed():
+            return _serve_as_spare(job, request)
     with loading():
         from pala.job.start import start  # before signals are caught: until it is loaded there is nothing to keep
 
-    with interrupt.installed():
-        return start(job, request, interrupt)
+    with job.comm.interrupt.installed():
+        return start(job, request)
 
 
-def _serve_as_spare(job: Job, request: Request, interrupt: Interrupt) -> Result:
+def _serve_as_spare(job: Job, request: Request) -> Result:
     """Sleep until this rank is needed, then train to the end; or until training ends."""
     info = job.tell_run(None)
     if info is None:
@@ -52,10 +50,10 @@ def _serve_as_spare(job: Job, request: Request, interrupt: Interrupt) -> Result:
             with loading():
                 from pala.job.start import start_spare  # torch, environments: now they are needed
 
-            result = start_spare(job, request, info, began_s, sleeping, interrupt)
+            result = start_spare(job, request, info, began_s, sleeping)
             if result is not None:
                 return result
-        if not interrupt.leave_requested:
+        if not job.comm.interrupt.leave_requested:
             with _noting_the_end(job, info):
                 sleeping.close(job.patience_s)
     except BaseException:

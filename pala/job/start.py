@@ -30,7 +30,6 @@ from pala.run.agent import Agent, build_envs
 from pala.run.hooks import UserCode
 from pala.run.run import Run, locked_too, note_failure, open_run
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
-from pala.system.interrupt import Interrupt
 from pala.system.output import log, print_result
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from pala.system.trace import Trace
 
 
-def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
+def start(job: Job, request: Request) -> Result:
     """Start a rank that trains from the beginning, and train. Collective."""
     comm = job.trainers
     assert comm is not None, "a spare sleeps"
@@ -79,7 +78,7 @@ def start(job: Job, request: Request, interrupt: Interrupt) -> Result:
                     envs.close()
                 with failing(job, run):
                     exchange = _make_exchange(job, comm, request, agent, run)
-                return Training(job, request, run, agent, exchange, interrupt).run()
+                return Training(job, request, run, agent, exchange).run()
 
 
 def _code_of(comm: Communicator, request: Request) -> UserCode:
@@ -168,9 +167,7 @@ def _make_exchange(job: Job, trainers: Communicator, request: Request, agent: Ag
     return exchange
 
 
-def start_spare(
-    job: Job, request: Request, info: RunInfo, began_s: float, sleeping: Sleeping, interrupt: Interrupt
-) -> Result | None:
+def start_spare(job: Job, request: Request, info: RunInfo, began_s: float, sleeping: Sleeping) -> Result | None:
     """Start a spare that is needed: build, ask others for a model, train. Returns None if training ended before.
     `began_s`: when training began, by `time.perf_counter`. Raises PalaError if it cannot; the others continue without
     it."""
@@ -203,7 +200,7 @@ def start_spare(
             raise
         if not agent.acts:
             envs.close()
-        return Training(job, request, run, agent, exchange, interrupt).run()
+        return Training(job, request, run, agent, exchange).run()
 
 
 def _record_late(run: Run, exchange: Exchange, host: str) -> None:

@@ -31,7 +31,7 @@ from pala.run.run import Run
 from pala.run.run_folder import BEST_POLICY
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, reason
-from pala.system.interrupt import LEAVE, Interrupt
+from pala.system.interrupt import LEAVE
 from pala.system.output import log
 from pala.system.resources import on_cores
 from pala.system.trace import traced
@@ -59,15 +59,12 @@ def failing(job: Job, run: Run, exchange: Exchange | None = None) -> Iterator[No
 class Training:
     """Training on a rank on which everything has been saved and recorded once."""
 
-    def __init__(
-        self, job: Job, request: Request, run: Run, agent: Agent[Any], exchange: Exchange, interrupt: Interrupt
-    ) -> None:
-        self._job, self._comm = job, job.comm
+    def __init__(self, job: Job, request: Request, run: Run, agent: Agent[Any], exchange: Exchange) -> None:
+        self._job, self._comm, self._interrupt = job, job.comm, job.comm.interrupt
         self._request, self._callbacks = request, request.callbacks
         self._run = run
         self._agent = agent
         self._exchange = exchange
-        self._interrupt = interrupt
         self._best: BestPolicy | None = None  # from the first checkpoint on
         self._began_with = replace(agent.counters)
         self._stop = Stop.NONE  # why training ends: as this rank has it, once it is closed as all have agreed

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pala.lab.simulate import predict, progress
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, nearest
+from pala.system.output import print_result
 from pala.system.resources import loading, prepare
 
 
@@ -39,7 +40,7 @@ def main() -> None:
     """Run `pala simulate`."""
     name, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     if name in ("", "-h", "--help"):
-        print(__doc__)
+        print_result(__doc__)
         return
     if name not in _PROGRAMS:
         raise PalaError(

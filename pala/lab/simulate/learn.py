@@ -44,6 +44,7 @@ from pala.system.command_line import check_choices, check_least, read_command
 from pala.system.errors import PalaError
 from pala.system.files import check_output_file, write_json
 from pala.system.interrupt import Interrupt
+from pala.system.output import print_result
 from pala.system.seeding import derive
 
 
@@ -408,11 +409,11 @@ def run(arguments: list[str]) -> None:
         for seed in command.seeds:
             config = dataclasses.replace(command.config, seed=seed)
             trainings.append(learn(method, config, command.conditions))
-            print(f"PALA  {method}, seed {seed}: AUC {trainings[-1].auc(config.total_steps):.1f}", flush=True)
+            print_result(f"PALA  {method}, seed {seed}: AUC {trainings[-1].auc(config.total_steps):.1f}")
             results.append({"method": method, "seed": seed} | asdict(trainings[-1]))
             _write(command, results)  # what comes next may fail, or be stopped
         rows.append((method, trainings, command.config.total_steps))
-    print("\n" + table(_COLUMNS, rows))
+    print_result("\n" + table(_COLUMNS, rows))
 
 
 def _write(command: Command, results: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from pala.lab.simulate.virtual_cluster import VirtualCluster
 from pala.report.page import Column, table
 from pala.system.command_line import check_choices, read_command
 from pala.system.errors import PalaError
+from pala.system.output import print_result
 
 _PROGRAM = "pala simulate progress"
 _SLOWNESS = (1.0, 4.0)  # factors by which the first rank is slower
@@ -93,4 +94,4 @@ def run(arguments: list[str]) -> None:
         for mixing in command.mixings:
             found = measure(mixing, ranks, delay, slowness, command.seed)
             rows.append((ranks, delay, slowness, mixing, found))
-    print(table(_COLUMNS, rows))
+    print_result(table(_COLUMNS, rows))
