@@ -615,6 +615,23 @@ def test_a_pickle_of_another_python_is_told(
     assert ("keeps 'make_env.pkl', which Python 3.99.1 has written" in capfd.readouterr().err) == is_told
 
 
+def test_packed_metrics_are_not_gone_on_with(tmp_path: Path) -> None:
+    """What they hold would be hidden by the new file beside them."""
+    config = configure(tmp_path, steps=40)
+    run_ranks(1, lambda comm: run_rank(comm, Request(config)))
+    folder, config = tmp_path / "r", replace(config, total_steps=80)
+    file = metrics_path(folder, 0)
+    plain = file.read_bytes()
+    file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(plain))
+    file.unlink()
+    request = Request(config, resume=folder)
+    (error,) = run_ranks(1, lambda comm: run_rank(comm, request))
+    assert isinstance(error, CollectiveError) and "are packed" in str(error) and "`gunzip` them first" in str(error)
+    file.write_bytes(plain)
+    (made,) = run_ranks(1, lambda comm: run_rank(comm, request))
+    assert made.status == "completed" and metrics_path(folder, 0).read_bytes().startswith(plain)
+
+
 def test_training_takes_the_option_with_a_resume(run: Path) -> None:
     assert parse(["--resume", str(run), "--trust-run"]).trust_run
     assert not parse(["--resume", str(run)]).trust_run

@@ -40,6 +40,13 @@ def metrics_files(run: Path) -> list[Path]:
     return [path for name, path in sorted(found.items()) if name.endswith(".jsonl")]
 
 
+def packed_alone(run: Path, ranks: int) -> Path | None:
+    """Return a metrics file of the first `ranks` ranks that is there packed only, if there is any."""
+    plain = [metrics_path(run, rank) for rank in range(ranks)]
+    packed = (path.with_name(f"{path.name}.gz") for path in plain if not path.exists())
+    return next((path for path in packed if path.exists()), None)
+
+
 class MetricsWriter:
     """Appends records. A full disk is reported once; training continues, and the file too as soon as it can."""
 

@@ -18,7 +18,7 @@ from pala.config import Config
 from pala.run import run_folder
 from pala.run.console import Reporter
 from pala.run.lock import check_identity, join_lock, lock_folder, lock_identity
-from pala.run.metrics import MetricsWriter, Record, metrics_path
+from pala.run.metrics import MetricsWriter, Record, metrics_path, packed_alone
 from pala.run.run_folder import RunRecord
 from pala.run.view import RunView
 from pala.system.errors import CollectiveError, EndError, PalaError, reason
@@ -242,7 +242,7 @@ def open_run(comm: Communicator, config: Config, resume: Path | None, preset: st
             user_code.forget(folder)  # of a job that never began
             previous = None
         else:
-            (resume / "metrics").mkdir(exist_ok=True)  # which a copy of a run may lack
+            _check_metrics(resume, len(hosts))
             previous = checkpoint.newest_segment(resume)
         return folder, checkpoint.new_segment(folder), previous, lock is not None
 
@@ -279,6 +279,17 @@ def _say_of_name(run: Path, config: Config) -> None:
         log(
             f"'run.name' ('{config.run.name}') is not used: the run continues in its folder as '{name}'. For another "
             "run that begins as it is, copy the folder and resume the copy."
+        )
+
+
+def _check_metrics(run: Path, ranks: int) -> None:
+    """Make the folder of metrics, which a copy of a run may lack. Raises PalaError if training would hide what is in
+    one that is packed."""
+    (run / "metrics").mkdir(exist_ok=True)
+    if (packed := packed_alone(run, ranks)) is not None:
+        raise PalaError(
+            f"The metrics '{packed}' are packed, and training would begin a new file next to them, which would hide "
+            "what they hold: `gunzip` them first."
         )
 
 
