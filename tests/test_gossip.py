@@ -78,7 +78,7 @@ def test_all_begin_with_the_first_ranks_values_and_end_with_one_model() -> None:
     )
 
 
-def test_signals_end_the_waits_in_which_the_block_begins() -> None:
+def test_a_block_hears_the_signals_of_its_communicator() -> None:
     def main(comm: MemoryCommunicator) -> bool:
         return train(comm, total_steps=20)[1]._interrupt is comm.interrupt
 

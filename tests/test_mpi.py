@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pala.comm.base import Communicator
 from pala.run.checkpoint import load_policy
 from pala.run.metrics import read_run
 from support.helpers import (
@@ -288,6 +289,17 @@ def test_a_disk_that_is_full_at_the_end(
     (small_disk / "filler").unlink()
     assert standing.train(2, "--resume", str(run), cwd=tmp_path).status == 0
     assert record_of(run)["completed"] and load_policy(run / "policy.safetensors")[1]["global_steps"] >= 8000
+
+
+def take_a_part(comm: Communicator) -> None:
+    part = comm.first(2)
+    assert (part is None) == (comm.rank == 2)
+    assert part is None or part.interrupt is comm.interrupt
+
+
+@pytest.mark.slow
+def test_signals_end_the_waits_of_ranks_that_train_beside_spares(standing: StandingRanks, tmp_path: Path) -> None:
+    standing.run(3, take_a_part, cwd=tmp_path)
 
 
 LAST = """if True:

@@ -478,6 +478,14 @@ def test_a_line_is_one_write_so_that_lines_of_ranks_do_not_mix(stream: str, unbu
         assert [packets.read(100) for _ in expected] == expected and not packets.read(100)
 
 
+def test_a_script_may_be_without_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has None for what was closed as it began."""
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    print_result("nowhere")
+    log("nowhere")
+
+
 def test_what_a_locale_cannot_write_is_replaced(monkeypatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr("sys.stdout", out)

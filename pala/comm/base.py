@@ -219,7 +219,7 @@ class Communicator(abc.ABC):
     rank: int
     size: int
     interrupt: Interrupt
-    """This rank's signals. One of them ends the waits of this communicator, after a while, by an EndError."""
+    """This rank's signals. One of them ends waits over MPI, after a while, by an EndError."""
     host: str
     """Name of the host that this rank is on."""
 

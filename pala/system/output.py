@@ -51,7 +51,7 @@ def log(message: str) -> None:
     A line that cannot be written (a full disk, a launcher that is gone) is lost: no reason to stop training.
     """
     message = printable(message.rstrip("\n"))
-    if _divert is not None and _divert(message):
+    if (_divert is not None and _divert(message)) or sys.stderr is None:  # of a script begun without it (`2>&-`)
         return
     with suppress(OSError):
         sys.stderr.write(message + "\n")
@@ -77,6 +77,8 @@ def print_result(message: str) -> None:
 
     Lines that cannot be written (a full disk, a reader that is gone) are lost, with all after them: no reason to stop
     training."""
+    if sys.stdout is None:  # of a script begun without it (`>&-`)
+        return
     lines = printable(message) + "\n"  # one write, also under PYTHONUNBUFFERED, where `print` makes two
     try:
         try:
