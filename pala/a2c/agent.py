@@ -30,7 +30,6 @@ from pala.networks.network import FlatParameters, blank_observations
 from pala.run.agent import Agent, device_and_precision
 from pala.run.checkpoint import RankState
 from pala.system.errors import PalaError
-from pala.system.interrupt import Interrupt
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import derive, seed_process, torch_weights
 
@@ -83,8 +82,8 @@ class A2CAgent(Agent[ModelExchange]):
         exchange = GossipExchange(self._setup(comm, sleeping.driver.state.kept()), slept=sleeping)
         return exchange if exchange.join() else None
 
-    def make_loop(self, exchange: ModelExchange, interrupt: Interrupt) -> Learner:
-        return Learner(self, exchange, interrupt)
+    def make_loop(self, exchange: ModelExchange) -> Learner:
+        return Learner(self, exchange)
 
     def _setup(self, comm: Communicator, start: ExchangeState) -> Setup:
         flat = self.flat

@@ -25,7 +25,6 @@ from pala.networks.distributions import masked
 from pala.run.loop import Loop, Means
 from pala.run.metrics import Record
 from pala.system.errors import EndError, PalaError
-from pala.system.interrupt import Interrupt
 from pala.system.output import log
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ class Learner(Loop):
 
     _exchange: ModelExchange
 
-    def __init__(self, agent: A2CAgent, exchange: ModelExchange, interrupt: Interrupt) -> None:
-        super().__init__(agent, exchange, interrupt)
+    def __init__(self, agent: A2CAgent, exchange: ModelExchange) -> None:
+        super().__init__(agent, exchange)
         self._config, self._rank = agent.config, agent.rank
         self._a2c = agent.a2c
         self._tape, self._flat = agent.a2c.tape, agent.a2c.flat

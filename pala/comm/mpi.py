@@ -34,16 +34,14 @@ _OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX}
 
 
 class _Survivors(Survivors):
-    def __init__(self, comm: MPI.Comm, world: MPI.Comm, timeout_s: float | None, interrupt: Interrupt) -> None:
-        """Make the group of `comm`, which holds the living ranks of `world`."""
-        self._comm = comm
-        self._timeout_s = timeout_s
-        self._interrupt = interrupt
-        ranks = MPI.Group.Translate_ranks(comm.group, list(range(comm.size)), world.group)
+    def __init__(self, comm: MpiCommunicator, living: MPI.Comm, timeout_s: float | None) -> None:
+        """`living`: MPI's communicator of those ranks of `comm` that live."""
+        self._living, self._timeout_s, self._interrupt = living, timeout_s, comm.interrupt
+        ranks = MPI.Group.Translate_ranks(living.group, list(range(living.size)), comm.mpi.group)
         self.members: Sequence[int] = sorted(ranks)
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
-        request = self._comm.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
+        request = self._living.Iallreduce(MPI.IN_PLACE, array, _OPERATIONS[how])
         wait_asleep(request.Test, self._timeout_s, self._interrupt)
 
 
@@ -99,7 +97,7 @@ class MpiCommunicator(Communicator):
             wait_asleep(Barrier(self.mpi).done, timeout_s, self.interrupt)  # asleep: what follows would spin
             living = self._shrink(timeout_s)
             try:
-                result, whole = action(_Survivors(living, self.mpi, timeout_s, self.interrupt)), True
+                result, whole = action(_Survivors(self, living, timeout_s)), True
             except MPI.Exception as error:
                 if not is_death(error):
                     raise

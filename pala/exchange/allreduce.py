@@ -106,7 +106,7 @@ class AllReduce(ModelExchange):
         self._signals.fill_(self._stop is Stop.SIGNAL)
         begin, barrier = time.perf_counter(), self._comm.ibarrier()
         wait = LongWait(self._comm.rank, "a gradient of every rank")
-        wait_asleep(lambda: self._are_here(barrier), timeout_s, self._interrupt, _LONGEST_SLEEP_S, wait)
+        wait_asleep(lambda: self._are_here(barrier), timeout_s, self.interrupt, _LONGEST_SLEEP_S, wait)
         self._waited_since(begin)
         self._comm.reduce(self._buffer.numpy(), "sum")
         if float(self._ends) > 0:

@@ -16,7 +16,7 @@ from pala.comm.base import Communicator, Survivors
 from pala.config import Config
 from pala.exchange.budget import ExchangeState, Stop
 from pala.system.errors import EndError
-from pala.system.interrupt import LEAVE
+from pala.system.interrupt import LEAVE, Interrupt
 from pala.system.output import log
 from pala.system.trace import Trace
 
@@ -101,6 +101,7 @@ def model_of_first(comm: Communicator, parameters: Tensor, counts: bool, timeout
 class Exchange(abc.ABC):
     """The interface through which a loop, of either algorithm, reaches the other ranks."""
 
+    interrupt: Interrupt  # this rank's signals: those of its communicator
     waited_s = 0.0  # time in which this rank could not continue
     message_bytes = 0  # of the largest message
     trace: Trace | None = None  # records this rank's timeline, if there is one
@@ -205,7 +206,7 @@ class ModelExchange(Exchange):
 
     def __init__(self, setup: Setup) -> None:
         """Exchange from now on. Collective."""
-        self._comm, self._parameters, self._interrupt = setup.comm, setup.parameters, setup.comm.interrupt
+        self._comm, self._parameters, self.interrupt = setup.comm, setup.parameters, setup.comm.interrupt
 
     @property
     def num_learners(self) -> int:

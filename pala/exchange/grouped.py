@@ -138,7 +138,7 @@ class GroupedGossip(GossipExchange):
     def _decide_if_leader(self) -> bool:
         """Decide on this update, as its group's leader, when that can be done. Return whether it is decided."""
         update, memory = self._update, self._memory
-        if self._interrupt.signal is not None:
+        if self.interrupt.signal is not None:
             memory.end(Stop.SIGNAL)
         if memory.is_decided(update):
             return True
@@ -289,5 +289,5 @@ class GroupedGossip(GossipExchange):
             self._transport.poll()
             return done()
 
-        wait_asleep(look, timeout_s, self._interrupt, _LONGEST_SLEEP_S, LongWait(self._comm.rank, what))
+        wait_asleep(look, timeout_s, self.interrupt, _LONGEST_SLEEP_S, LongWait(self._comm.rank, what))
         self._waited_since(begin)

@@ -194,7 +194,7 @@ class SharedMemory(ModelExchange):
             self._wait_for_peers(wait, _HEALING_S)
             if self._all_written() and self._read():
                 return True
-            if self._interrupt.signal is not None:
+            if self.interrupt.signal is not None:
                 self.stop_now(Stop.SIGNAL)
             if self.stop is not Stop.NONE:
                 break
@@ -251,12 +251,12 @@ class SharedMemory(ModelExchange):
 
         def may_go_on() -> bool:
             self._deaths.end_if_any()
-            if self._interrupt.signal is not None:
+            if self.interrupt.signal is not None:
                 self.stop_now(Stop.SIGNAL)
             self._write()
             return self._all_written() or self.stop is not Stop.NONE or wait.took_s > most_s
 
-        wait_asleep(may_go_on, None, self._interrupt, _LONGEST_SLEEP_S, wait)
+        wait_asleep(may_go_on, None, self.interrupt, _LONGEST_SLEEP_S, wait)
         self._waited_since(begin)
 
 

@@ -33,7 +33,6 @@ from pala.run import checkpoint
 from pala.run.agent import Agent, device_and_precision
 from pala.run.run import Run
 from pala.system.errors import PalaError
-from pala.system.interrupt import Interrupt
 from pala.system.output import log
 from pala.system.resources import available_memory_bytes
 from pala.system.seeding import stream, torch_weights
@@ -155,8 +154,8 @@ class GorilaAgent(Agent[GorilaExchange]):
         log(f"[rank {self.rank}] begins an empty replay: what the one before it held is lost.")
         return exchange
 
-    def make_loop(self, exchange: GorilaExchange, interrupt: Interrupt) -> Worker:
-        return Worker(self, exchange, interrupt)
+    def make_loop(self, exchange: GorilaExchange) -> Worker:
+        return Worker(self, exchange)
 
 
 def build(

@@ -41,7 +41,7 @@ class GorilaExchange(Exchange, Receiver):
 
         `slept`: the sleeping Gorila of a spare that is needed, with whose members its node is made; it has to `join`.
         """
-        self._comm, self._interrupt = comm, comm.interrupt
+        self._comm, self.interrupt = comm, comm.interrupt
         self._experience: list[Bytes] = []  # that may not have left
         self._said_not_finite = False
         if slept is None:
@@ -240,7 +240,7 @@ class GorilaExchange(Exchange, Receiver):
                 if condition() or self.stop is not Stop.NONE:
                     return
                 self.wait(_NAP_S)
-            if self._interrupt.signal is not None:
+            if self.interrupt.signal is not None:
                 self.stop_now(Stop.SIGNAL)
             wait.look()
 

@@ -24,7 +24,6 @@ from pala.gorila.replay import experience_of, reset_frames
 from pala.run.loop import Loop, Means
 from pala.run.metrics import Record
 from pala.system.errors import PalaError
-from pala.system.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from pala.gorila.agent import GorilaAgent
@@ -45,8 +44,8 @@ class Worker(Loop):
 
     _exchange: GorilaExchange
 
-    def __init__(self, agent: GorilaAgent, exchange: GorilaExchange, interrupt: Interrupt) -> None:
-        super().__init__(agent, exchange, interrupt)
+    def __init__(self, agent: GorilaAgent, exchange: GorilaExchange) -> None:
+        super().__init__(agent, exchange)
         self._config, self._rank = agent.config, agent.rank
         self._frame_stack = agent.frame_stack
         self._dqn = agent.dqn

@@ -75,7 +75,7 @@ class Training:
         """Train, then go through the phases of the end. Collective."""
         trace = self._exchange.trace
         with failing(self._job, self._run, self._exchange), closing(trace) if trace is not None else nullcontext():
-            loop = self._agent.make_loop(self._exchange, self._interrupt)
+            loop = self._agent.make_loop(self._exchange)
             self._stop = self._train(loop)
             if self._stop is Stop.NONE:  # it has left
                 self._run.stop_leading()

@@ -25,7 +25,6 @@ from pala.run.checkpoint import RankState
 from pala.run.run import Run
 from pala.system.device import has_bfloat16, set_torch, use_device
 from pala.system.errors import CollectiveError, SaveError, reason
-from pala.system.interrupt import Interrupt
 from pala.system.output import log
 from pala.system.seeding import derive, seed_process
 
@@ -104,7 +103,7 @@ class Agent(abc.ABC, Generic[ExchangeT]):
         training ended before. `sleeping`: the algorithm's `Sleeping`. Not collective."""
 
     @abc.abstractmethod
-    def make_loop(self, exchange: ExchangeT, interrupt: Interrupt) -> Loop:
+    def make_loop(self, exchange: ExchangeT) -> Loop:
         """Make the training loop of this rank."""
 
     def before_training(self, previous: Path | None) -> None:

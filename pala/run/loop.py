@@ -21,7 +21,6 @@ from pala.exchange.base import Exchange
 from pala.exchange.budget import Stop
 from pala.run.agent import Agent
 from pala.run.metrics import SECTIONS, Record
-from pala.system.interrupt import Interrupt
 from pala.system.trace import Trace
 
 _MOST_EPISODES = 1000  # records of an interval: of short episodes they would take gigabytes
@@ -68,9 +67,9 @@ def nothing_on_update(updates: int) -> None:
 class Loop(abc.ABC):
     """One rank's training."""
 
-    def __init__(self, agent: Agent[Any], exchange: Exchange, interrupt: Interrupt) -> None:
+    def __init__(self, agent: Agent[Any], exchange: Exchange) -> None:
         self._run, self._device = agent.config.run, agent.device
-        self._exchange, self._interrupt = exchange, interrupt
+        self._exchange, self._interrupt = exchange, exchange.interrupt
         self.counters, self._generator = agent.counters, agent.generator
         self._on_update: Callable[[int], None] = nothing_on_update
         self.began_with = replace(agent.counters)

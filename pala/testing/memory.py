@@ -168,19 +168,19 @@ class _Group:
         world.wait(lambda: world.have_come(round_, self.members), timeout_s, interrupt)
         return [round_.given[rank] for rank in self.members]
 
-    def gather_living(self, value: Any, timeout_s: float | None, interrupt: Interrupt) -> dict[int, Any]:
+    def gather_living(self, value: Any, timeout_s: float | None) -> dict[int, Any]:
         """Return what each member gave that lived when it was complete, by rank: the same for all."""
         round_, world = self.join(value), self._comm.world
-        world.wait(lambda: world.living_have_come(round_, self.members), timeout_s, interrupt)
+        world.wait(lambda: world.living_have_come(round_, self.members), timeout_s, self._comm.interrupt)
         return {rank: round_.given[rank] for rank in round_.members or ()}
 
 
 class _MemorySurvivors(Survivors):
-    def __init__(self, group: _Group, timeout_s: float | None, interrupt: Interrupt) -> None:
+    def __init__(self, comm: MemoryCommunicator, group: _Group, timeout_s: float | None) -> None:
         self.members = group.members
         self._group = group
         self._timeout_s = timeout_s
-        self._interrupt = interrupt
+        self._interrupt = comm.interrupt
 
     def reduce(self, array: np.ndarray, how: Reduction) -> None:
         array[...] = _reduced(self._group.gather(array.copy(), self._timeout_s, self._interrupt), how)
@@ -312,14 +312,14 @@ class MemoryCommunicator(Communicator):
 
     def with_survivors(self, action: Callable[[Survivors], T], timeout_s: float | None) -> T:
         while True:
-            living = self._all.gather_living(None, timeout_s, self.interrupt)
+            living = self._all.gather_living(None, timeout_s)
             group = _Group(self, list(living), ("living", self._all._number))
             try:
-                result, whole = action(_MemorySurvivors(group, timeout_s, self.interrupt)), True
+                result, whole = action(_MemorySurvivors(self, group, timeout_s)), True
             except _MemberDiedError:
                 whole = False
             agreement = _Group(self, group.members, ("agreement", self._all._number))
-            done = agreement.gather_living(whole, timeout_s, self.interrupt)
+            done = agreement.gather_living(whole, timeout_s)
             if list(done) == group.members and all(done.values()):
                 return result
 

@@ -134,7 +134,7 @@ def speed() -> None:
         agent = make_agent(0, config, envs, device)
         agent.generator = make_generator(1, 0, device)
         exchange = NoExchange(Setup(comm, agent.flat.data, config, ExchangeState([0])))
-        learners[name] = Learner(agent, exchange, comm.interrupt)
+        learners[name] = Learner(agent, exchange)
         learners[name].begin(envs.reset(np.arange(config.env.num_envs, dtype=np.int32)))
         learners[name]._advance()
     steps = Config().steps_per_update * SPEED_UPDATES

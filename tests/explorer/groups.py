@@ -202,7 +202,7 @@ class Member(GroupedGossip):
         self._transport: Any = SimpleNamespace(
             poll=lambda: None, raise_failure=lambda: None, wait_until_sent=lambda patience_s: None
         )
-        self._interrupt, self._patience_s, self._stays = Interrupt(), 1.0, False
+        self.interrupt, self._patience_s, self._stays = Interrupt(), 1.0, False
         self.driver: Any = _Driver(self._state, self._parameters)
         self._average_met_the_end = self._has_closed = False
         self._num_published = 0
@@ -223,7 +223,7 @@ class Member(GroupedGossip):
             self._end,
             self._all_end,
             self._gossips,
-            self._interrupt.signal,
+            self.interrupt.signal,
             tuple(budget.present),
             tuple(sorted(budget.left)),
             budget.stop,
@@ -240,7 +240,7 @@ class Member(GroupedGossip):
         self._made = np.array(values.made, np.uint64)
         self._known_steps = values.known_steps
         self._end, self._all_end, self._gossips = values.end, values.all_end, values.gossips
-        self._interrupt.signal = values.signal
+        self.interrupt.signal = values.signal
         budget.present, budget.left, budget.stop = values.present, set(values.left), values.stop
         budget.stayed(())  # count the living again
         budget.steps_by_rank, budget.sum_steps = np.array(values.steps, np.uint64), sum(values.steps)
@@ -251,7 +251,7 @@ class Member(GroupedGossip):
     # ---- what a rank does up to its next wait or announcement: training's loop, in steps ----------------------------
 
     def plays(self) -> Phase:
-        if self._interrupt.signal is not None:
+        if self.interrupt.signal is not None:
             self.stop_now(Stop.SIGNAL)
         if self.stop is Stop.NONE:
             self.gradient[:] = self.brings(self._comm.rank, self._update + 1)
@@ -466,7 +466,7 @@ class Group:
 
 
 def _signal(live: Member) -> Phase:
-    live._interrupt.signal = 15  # type: ignore[assignment]
+    live.interrupt.signal = 15  # type: ignore[assignment]
     return live.phase
 
 

@@ -126,7 +126,7 @@ class Rank:
         self.dqn = DQN(network.distribution, self.tape, self.flat, self.target_tape, self.target, gorila)
         agent = GorilaAgent(rank, config, self.envs, CPU, network, self.flat, rules, 1, self.dqn, self.store)
         agent.generator = torch.Generator().manual_seed(SEED)
-        self.worker = agent.make_loop(self.exchange, comm.interrupt)
+        self.worker = agent.make_loop(self.exchange)
 
     def make_network(self) -> QNetwork:
         return make_network()

@@ -102,7 +102,7 @@ class Run:
         generator = torch.Generator().manual_seed(int(derive(config.seed, 0, "actions")[0]))
         agent = A2CAgent(0, config, self.envs, torch.device("cpu"), network, self.flat, self.a2c)
         agent.counters, agent.generator = self.counters, generator
-        self.learner = Learner(agent, self.exchange, self.interrupt)
+        self.learner = Learner(agent, self.exchange)
 
     def go(self) -> Stop:
         seeds = derive(self.config.seed, 0, "environments", ENVS)

@@ -131,7 +131,7 @@ class GossipExchange(ModelExchange):
         rank, budget = self._comm.rank, self._state.budget
         if budget.stop is Stop.NONE and list(self.living) != [rank]:
             if not self._is_assured():
-                self._interrupt.leave_requested = True  # tried again after the next update
+                self.interrupt.leave_requested = True  # tried again after the next update
                 return False
             self.driver.leave()
             self._transport.wait_until_sent(self._patience_s)
@@ -228,11 +228,11 @@ class GossipExchange(ModelExchange):
 
         def all_are_here() -> bool:
             self._transport.raise_failure()
-            if self._interrupt.signal is not None:
+            if self.interrupt.signal is not None:
                 self.driver.end(Stop.SIGNAL)
             return meeting.have_come()
 
-        wait_asleep(all_are_here, timeout_s, self._interrupt, wait=meeting.wait)
+        wait_asleep(all_are_here, timeout_s, self.interrupt, wait=meeting.wait)
         self.driver.be_quiet()
         self._transport.pause(timeout_s)
         self.driver.restart()
@@ -312,10 +312,10 @@ class GossipExchange(ModelExchange):
         wait = LongWait()
 
         def is_over() -> bool:
-            ends = self.stop is not Stop.NONE or self._interrupt.signal is not None
+            ends = self.stop is not Stop.NONE or self.interrupt.signal is not None
             return ends or done() or wait.took_s >= self._patience_s
 
-        wait_asleep(is_over, None, self._interrupt, _LOOK_S, wait, self.driver.wait)
+        wait_asleep(is_over, None, self.interrupt, _LOOK_S, wait, self.driver.wait)
 
     def _wait(self) -> None:
         """Wait until a mix is due, a peer's whole model can stand in for this rank's own, or training ends. With the
@@ -324,14 +324,14 @@ class GossipExchange(ModelExchange):
         begin, wait = time.perf_counter(), LongWait(self._comm.rank, f"a model from a peer{why}")
         self._transport.hurry(True)
         self.driver.wait(_LOOK_S)  # it has just looked
-        wait_asleep(lambda: self._may_continue(wait), None, self._interrupt, _LOOK_S, wait, self.driver.wait)
+        wait_asleep(lambda: self._may_continue(wait), None, self.interrupt, _LOOK_S, wait, self.driver.wait)
         self._transport.hurry(False)
         self._waited_since(begin)
 
     def _may_continue(self, wait: LongWait) -> bool:
         """Look whether the next update may begin. Raises PalaError if no model comes for a rank that has none."""
         self._transport.raise_failure()
-        if self._interrupt.signal is not None:
+        if self.interrupt.signal is not None:
             self.driver.end(Stop.SIGNAL)
         if self.driver.advance():
             return True

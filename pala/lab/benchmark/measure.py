@@ -277,7 +277,7 @@ class Trial:
         agent.envs, agent.start = self._envs, ExchangeState([0] * self._comm.size)
         agent.generator = make_generator(config.seed, self._comm.rank, agent.device)
         exchange = agent.make_exchange(self._comm)
-        loop = agent.make_loop(exchange, self._comm.interrupt)
+        loop = agent.make_loop(exchange)
         self.message_bytes = exchange.message_bytes
         records: list[Record] = [{"time_s": 0.0, "updates": 0, "local_steps": 0} | _process_figures()]
 

@@ -215,7 +215,7 @@ class PassiveExchange(ModelExchange):
 
     def __init__(self, ranks: int) -> None:
         """`ranks`: number of ranks in the simulation."""
-        self.living = range(ranks)
+        self.living, self.interrupt = range(ranks), Interrupt()
 
     def stop_now(self, reason: Stop) -> None:
         raise NotImplementedError("whoever drives the learner ends it")
@@ -240,7 +240,7 @@ class _Rank:
         agent.generator.manual_seed(int(derive(config.seed, rank, "actions simulated")[0]))
         self.envs, self.exchange = envs, PassiveExchange(ranks)
         self.network, self.flat = agent.network, agent.flat
-        self.learner = agent.make_loop(self.exchange, Interrupt())
+        self.learner = agent.make_loop(self.exchange)
         self.learner.begin(envs.reset(derive(config.seed, rank, "environments simulated", envs.num_envs)))
 
 
