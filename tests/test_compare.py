@@ -21,6 +21,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from matplotlib.patches import Rectangle
 
 from pala.config import A2CConfig, Config, EvaluationConfig, ExchangeConfig, NetworkConfig, RunConfig, from_table
 from pala.config.influence import differences
@@ -38,13 +39,9 @@ from pala.run.metrics import metrics_path
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from pala.train import parse
+from support.comparisons import GAME, PRESET, make_run, plan_of, section, set_gone
 from support.helpers import record_of, slow_among, wait_for, write_paced
 from support.mpi import Job, Launcher, processes_in, ranks_in
-
-pytest.importorskip("matplotlib")
-from matplotlib.patches import Rectangle
-
-from support.comparisons import GAME, PRESET, make_run, plan_of, section, set_gone
 
 
 @pytest.fixture

@@ -17,8 +17,6 @@ from pala.system.command_line import read_command
 from pala.system.errors import PalaError
 from support.comparisons import GAME, PRESET, make_run, section
 
-pytest.importorskip("matplotlib")
-
 SLURM = """
 [slurm]
 ranks_per_node = 2

@@ -19,6 +19,7 @@ from typing import Any, cast
 from unittest import mock
 
 import gymnasium
+import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
@@ -677,8 +678,6 @@ def test_errors_are_sentences(
 
 @pytest.mark.parametrize("game", ["Sparkle", pytest.param("Pong", marks=pytest.mark.slow)])
 def test_a_video_shows_each_step(game: str, tmp_path: Path) -> None:
-    imageio = pytest.importorskip("imageio.v2")
-    pytest.importorskip("imageio_ffmpeg")
     config = PONG if game == "Pong" else CARTPOLE
     if game == "Pong":
         network = network_of(PONG)

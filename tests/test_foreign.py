@@ -57,7 +57,6 @@ from support.helpers import contents, slow_but_for
 from support.memory_jobs import configure, gorila, train
 from support.policies import CARTPOLE, make_run, network_of
 
-pytest.importorskip("matplotlib")
 EPISODE = {"type": "episode", "time_s": 1.0, "local_steps": 5, "global_steps": 5, "return": 5.0, "length_steps": 5}
 
 

@@ -23,7 +23,6 @@ from pala.run import run_folder
 from pala.run.metrics import MetricsWriter, Record, metrics_path
 from pala.system.errors import PalaError
 
-pytest.importorskip("matplotlib")
 CONFIG = Config(env=EnvConfig(id="ALE/Pong-v5"))
 RING = ExchangeConfig(topology="ring")
 NONE = ExchangeConfig(kind="none")

@@ -359,7 +359,6 @@ def run_program(monkeypatch: pytest.MonkeyPatch, own_handlers: None) -> Callable
 def test_one_command_makes_a_file_a_packed_one_or_a_picture(
     tmp_path: Path, run_program: Callable[..., None], capsys: Any
 ) -> None:
-    pytest.importorskip("matplotlib")
     assert run_ranks(2, lambda comm: loop(comm, tmp_path / "t")) == [None, None]
     run_program(tmp_path / "t")
     run_program(tmp_path / "t", "--output", tmp_path / "packed.json.gz")

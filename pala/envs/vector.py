@@ -258,7 +258,7 @@ class Envs:
 def make_atari(config: EnvConfig, num_threads: int, **look: Any) -> Any:
     """Make ale-py's vector environment of a game as it is played by these settings. `look`: ale-py's arguments for the
     observations; they do not change the game. Raises PalaError."""
-    from ale_py import AtariVectorEnv  # not installed where only other environments are played
+    from ale_py import AtariVectorEnv  # loaded for games of Atari alone
 
     return AtariVectorEnv(
         atari_rom(config.id),
