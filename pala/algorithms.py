@@ -39,8 +39,8 @@ class Algorithm(abc.ABC):
     def method(self, config: Config) -> str:
         """Return the method's name for people."""
 
-    def step_length(self, config: Config, models: int) -> str:
-        """Return the learning rate where ranks hold `models` models, and what goes with it, for the console; empty:
+    def step_length(self, config: Config, num_models: int) -> str:
+        """Return the learning rate where ranks hold `num_models` models, and the momentum, for the console; empty:
         nothing is said."""
         return ""
 
@@ -92,11 +92,11 @@ class _A2C(Algorithm):
         mixing = f" ({exchange.mixing})" * (exchange.kind == "gossip")
         return f"A2C, exchange {exchange.kind}{mixing}"
 
-    def step_length(self, config: Config, models: int) -> str:
+    def step_length(self, config: Config, num_models: int) -> str:
         from pala.a2c.learning_rate import ONE_LEARNER, learning_rate
 
-        rate, a2c = learning_rate(config, models), config.a2c
-        times = f" = {rate / ONE_LEARNER:g} x {ONE_LEARNER:g} for {counted(models, 'model')}"
+        rate, a2c = learning_rate(config, num_models), config.a2c
+        times = f" = {rate / ONE_LEARNER:g} x {ONE_LEARNER:g} for {counted(num_models, 'model')}"
         words = f"learning rate {rate:g}{times * (a2c.learning_rate == 'auto')}"
         return f"{words}, momentum {a2c.momentum:g}" if a2c.momentum else words
 

@@ -366,15 +366,15 @@ def test_a_gradient_that_is_not_finite_is_left_out_by_all_of_the_group(
 def test_a_group_whose_model_is_not_finite_takes_that_of_others(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    share = Learner._share
+    finish_update = Learner._finish_update
 
     def spoilt(learner: Learner, result: Any) -> None:
         if learner._rank in (2, 3) and learner.counters.updates == 6:
             learner._flat.data.fill_(math.nan)
             result = result._replace(applied=False)
-        share(learner, result)
+        finish_update(learner, result)
 
-    monkeypatch.setattr(Learner, "_share", spoilt)
+    monkeypatch.setattr(Learner, "_finish_update", spoilt)
     job = train(4, configure(tmp_path, steps=2400, group=2, mixing="paired"))
     assert job.ended_well() and watch.are_one(0, 1) and watch.are_one(2, 3)
     assert bool(parameters(job.states()).isfinite().all())
@@ -428,15 +428,15 @@ def test_a_leader_that_was_away_heals_with_its_group() -> None:
 def test_a_rank_whose_model_is_not_that_of_its_group_ends(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    share = Learner._share
+    finish_update = Learner._finish_update
 
     def damaged(learner: Learner, result: Any) -> None:
         if learner._rank == 1 and learner.counters.updates == 6:
             learner._flat.data.fill_(math.nan)
             result = result._replace(applied=False)
-        share(learner, result)
+        finish_update(learner, result)
 
-    monkeypatch.setattr(Learner, "_share", damaged)
+    monkeypatch.setattr(Learner, "_finish_update", damaged)
     job = train(4, configure(tmp_path, steps=1200, group=2))
     assert job.ended_well(but_for=[1]) and watch.are_one(2, 3)
     assert "no longer that of its group" in str(job.results[1])

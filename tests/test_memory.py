@@ -774,7 +774,7 @@ def test_a_damaged_model_is_refused_counted_and_named_once(tmp_path: Path, capsy
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's parameters are not finite from update 5 to 29, and it believes itself healthy. The others are slow from
     their update 20 on until it has healed: it needs their models."""
-    share, healed = Learner._share, threading.Event()
+    finish_update, healed = Learner._finish_update, threading.Event()
 
     def poisoned(learner: Learner, result: Any) -> None:
         if learner._rank == 1 and learner.counters.updates in range(5, 30):
@@ -782,11 +782,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             result = result._replace(applied=True)
         if learner._rank != 1 and learner.counters.updates > 20 and not healed.is_set():
             time.sleep(0.05)
-        share(learner, result)
+        finish_update(learner, result)
         if learner._rank == 1 and learner.counters.updates >= 30 and learner._flat.data.isfinite().all():
             healed.set()
 
-    monkeypatch.setattr(Learner, "_share", poisoned)
+    monkeypatch.setattr(Learner, "_finish_update", poisoned)
 
 
 @pytest.mark.parametrize(
@@ -837,15 +837,15 @@ def test_nan_without_peers_ends_that_rank_with_a_sentence(poison: None, tmp_path
 def test_what_is_not_finite_at_a_stop_is_not_saved(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    share = Learner._share
+    finish_update = Learner._finish_update
 
     def spoil(learner: Learner, result: Any) -> None:
-        share(learner, result)
+        finish_update(learner, result)
         if learner._rank == 0 and learner.counters.updates == 15:
             learner._flat.data.fill_(math.nan)
             learner._interrupt.signal = SIGTERM
 
-    monkeypatch.setattr(Learner, "_share", spoil)
+    monkeypatch.setattr(Learner, "_finish_update", spoil)
     stopped = train(2, configure(tmp_path, kind, ENDLESS))
     assert stopped_well(stopped, but_for=[])
     said = capsys.readouterr().err
@@ -853,7 +853,7 @@ def test_what_is_not_finite_at_a_stop_is_not_saved(
     assert "[rank 0] SIGTERM: checkpoint of before kept in" in said
     saved = saved_steps(stopped.states())
     assert saved[0] == 0 and saved[1] > 0 and bool(parameters(stopped.states()).isfinite().all())
-    monkeypatch.setattr(Learner, "_share", share)
+    monkeypatch.setattr(Learner, "_finish_update", finish_update)
     assert stopped.resume(2, saved[1] + 200).ended_well()
 
 

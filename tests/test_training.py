@@ -110,16 +110,16 @@ def train_poisoned(comm: Communicator, arguments: list[str]) -> int:
     itself healthy."""
     from pala.a2c.learner import Learner
 
-    share: Callable[..., None] = Learner._share
+    finish_update: Callable[..., None] = Learner._finish_update
 
     def poisoned(self: Learner, result: Any) -> None:
         if comm.rank == 1 and self.counters.updates in range(40, 80):
             self._flat.data.fill_(float("nan"))
             result = result._replace(applied=True)
-        share(self, result)
+        finish_update(self, result)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Learner, "_share", poisoned)
+        patch.setattr(Learner, "_finish_update", poisoned)
         end = Callbacks(on_update=lambda moment: moment.rank != 1 or moment.updates < 200)
         return train(comm, arguments, callbacks=end)
 

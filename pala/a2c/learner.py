@@ -3,8 +3,8 @@
     act ──▶ rollout ──▶ A2C update ──flat parameters──▶ exchange ──flat parameters──▶ act …
                           └─ its gradient, where the exchange averages that
 
-The loop sends nothing and calls no MPI: `exchange` does, and is the one object in which the variants differ. Of other
-ranks it knows how many live, and whose gradient has spoilt a mean.
+The loop sends nothing and calls no MPI: `exchange` does, the one object in which the kinds of exchange differ. Of other
+ranks the loop knows how many models they hold, and whose gradient has spoilt a mean.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_SKIPPED_UPDATES = 100
 
 
 class Learner(Loop):
-    """One actor-learner."""
+    """The loop of one actor-learner."""
 
     _exchange: ModelExchange
 
@@ -46,7 +46,7 @@ class Learner(Loop):
         self._normalization = agent.a2c.normalization
         self._means, self._logged = Means(), self.began_with  # of the interval; what was done before it
         self._skipped_in_a_row = 0
-        self._own_left_out = 0  # updates that no other rank is to blame for
+        self._own_left_out = 0  # updates whose gradient was not finite by this rank's own fault
         self._movement = Movement(agent.a2c.learned)
         config = agent.config
         self._ends_alone = not (config.exchange_kind.averages_gradients or config.exchange.has_groups)
@@ -74,26 +74,21 @@ class Learner(Loop):
         with self._exchanging():
             goes_on = self._exchange.average_gradient(self._flat.gradient)
         if goes_on:
-            self._share(self.step(loss))
+            self._finish_update(self.step(loss))
             self._on_update(self.counters.updates)
 
     def differentiate(self) -> Loss | None:
         """Play a rollout and compute the gradient of its loss; return None if training ends meanwhile."""
-        played = self._rollout()
-        if played is None:
+        rollout, bootstrap_B = self._play()
+        if self._is_to_end:
             return None
         with self._watch.section("update"):
-            return self._a2c.differentiate(*played)
-
-    def _rollout(self) -> tuple[Rollout, Tensor] | None:
-        """Play a rollout; return it and V after its last step [B], or None if training ends meanwhile."""
-        played = self._play()
-        return None if self._is_to_end else played
+            return self._a2c.differentiate(rollout, bootstrap_B)
 
     @property
     def _is_to_end(self) -> bool:
-        """A signal came, or training has ended elsewhere: a long rollout must not make the others wait. Synchronous
-        ranks end together, after an update."""
+        """Whether this rank ends in the midst of a rollout: a signal came, or training has ended elsewhere, and a long
+        rollout must not make the others wait. Synchronous ranks end together, after an update."""
         return self._interrupt.signal is not None or (self._ends_alone and self._exchange.stop is not Stop.NONE)
 
     def step(self, loss: Loss) -> UpdateResult:
@@ -113,7 +108,8 @@ class Learner(Loop):
         return result
 
     def _play(self) -> tuple[Rollout, Tensor]:
-        """Play `rollout_steps` steps in all environments; return V after the last one [B]."""
+        """Play `rollout_steps` steps in all environments, fewer if training ends; return them, and V after the last one
+        [B]."""
         rollout, distribution = Rollout(), self._a2c.distribution
         with self._watch.section("inference"):
             self._tape.begin()
@@ -170,7 +166,7 @@ class Learner(Loop):
         _, value = self._tape.peek(observations, rows)
         return value.squeeze(-1)
 
-    def _share(self, result: UpdateResult) -> None:
+    def _finish_update(self, result: UpdateResult) -> None:
         """Pass the parameters through the exchange, and deal with an update that was not finite.
 
         | step | parameters | the exchange | then |
@@ -220,14 +216,14 @@ class Learner(Loop):
             raise (PalaError if self._config.exchange_kind.outlives_ranks else EndError)(fault)
 
     @property
-    def _models(self) -> int:
-        """Return how many models are mixed; 1: none are."""
+    def _num_models(self) -> int:
+        """Number of models that are mixed; 1: none are."""
         return self._exchange.num_models if self._config.exchange_kind.coupling == 1 else 1
 
     def _learning_rate(self) -> float:
         """Return the rate of this update. Ranks that died do not count."""
         config = self._config
-        rate = learning_rate(config, self._models)
+        rate = learning_rate(config, self._num_models)
         if warmup := config.a2c.learning_rate_warmup_updates:
             rate *= min(1.0, (self._a2c.num_squares + 1) / warmup)
         if config.a2c.learning_rate_decay == "linear":

@@ -8,9 +8,8 @@ ONE_LEARNER = 7e-4  # GALA's, released settings
 _MOST_TIMES = 2.0
 
 
-def learning_rate(config: Config, models: int) -> float:
-    """Return the step size where ranks that train hold `models` models: `a2c.learning_rate`, or what its `auto` stands
-    for.
+def learning_rate(config: Config, num_models: int) -> float:
+    """Return `a2c.learning_rate`, or what its `auto` stands for where the ranks that train hold `num_models` models.
 
     `auto` is GALA's rate of one learner. Where N models are mixed, each is moved by steps that are divided by the size
     of a noisy gradient; synchronous A2C divides by that of the mean, so its model goes further at the same rate.
@@ -21,4 +20,4 @@ def learning_rate(config: Config, models: int) -> float:
     if rate != "auto":
         return rate
     mixes = config.exchange_kind.coupling == 1
-    return ONE_LEARNER * (min(max(models / 2, 1.0), _MOST_TIMES) if mixes else 1.0)
+    return ONE_LEARNER * (min(max(num_models / 2, 1.0), _MOST_TIMES) if mixes else 1.0)
