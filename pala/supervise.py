@@ -81,7 +81,7 @@ _AS_RANK = ("env", f"{SUPERVISED}=1", "sh", "-c", 'trap "" USR2; exec "$@"', "sh
 
 
 class Supervisor:
-    """A program that starts jobs one after the other until the run is complete or there is no hope."""
+    """The supervisor of one run: it starts jobs one after the other until the run is complete or there is no hope."""
 
     def __init__(self, options: argparse.Namespace, arguments: list[str]) -> None:
         """Read the options. `arguments`: those of `pala.train`. Raises PalaError for what is wrong with either."""
@@ -89,46 +89,23 @@ class Supervisor:
         self.restarts = options.restarts
         self.pause_s = options.pause_s
         self.hosts = read_hosts(options.host, options.hostfile)
-        slots = sum(host.slots for host in self.hosts)
         command = parse(arguments)
-        if options.go_on and (begun := _begun(command)) is not None:  # its ranks and spares are the usual ones
-            spares = command.config.run.spares  # as asked for: a restart may have had fewer
-            arguments = ["--resume", str(begun), *without_preset(arguments, command.preset)]
-            if spares and not any(argument.startswith("--run.spares") for argument in arguments):
-                arguments += ["--run.spares", str(spares)]
-            asked, command = command, parse(arguments)
-            if asked.preset is not None:
-                _tell_of_other_settings(asked, command)
-        self._spares = spares = command.config.run.spares
-        self.ranks = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
-        if self.ranks > _MOST_RANKS:
-            raise PalaError(f"{self.ranks:,} ranks are asked for, but a job may have at most {_MOST_RANKS:,}.")
-        if self.hosts and self.ranks > slots:
-            more = f" and {spares} spare{'s' * (spares > 1)}" if spares else ""
-            raise PalaError(
-                f"'-n {options.ranks}'{more} is more than the hosts take, {slots}; say how many each takes, as in "
-                "'--host node1:4,node2:4'."
-            )
-        if spares >= self.ranks:
-            raise PalaError(f"'--spares' is {spares}, but the hosts take {self.ranks} ranks in all: none would train.")
+        if options.go_on and (begun := _begun(command)) is not None:
+            command, arguments = _resuming(begun, command, arguments)
+        self.ranks, self._spares = _num_ranks(options, command, self.hosts), command.config.run.spares
         self.arguments, self._preset = arguments, command.preset
-        self._is_named = True  # by the user
-        if command.resume is not None:
-            self.run, self.resumes = command.resume, True
-        else:
-            stem = command.preset_name or command.config.env.short_id
-            if options.go_on and not command.config.run.name:
-                raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
-            self._is_named = bool(command.config.run.name)
-            name = command.config.run.name or dated(stem)
-            run_folder.check_place(command.config)
-            self.run, self.resumes = Path(command.config.run.dir) / name, False
-            if options.go_on and not command.trust_run:
-                _tell_of_trust(command)
+        self.resumes = command.resume is not None
+        self._is_named = self.resumes or bool(command.config.run.name)  # by the user
+        if options.go_on and not self._is_named:
+            raise PalaError("'--continue' needs the run's name: give '--run.name', too.")
+        self.run = command.resume or _new_folder(command)
+        if options.go_on and not self.resumes and not command.trust_run:
+            _tell_of_trust(command)
         self._total_steps = command.config.total_steps
         self.start_timeout_s = command.config.run.start_timeout_s
-        self._was_told = self._goes_on = options.go_on  # a job has been told to make the run
-        self._began = False  # by a job of this supervisor
+        self._continues = options.go_on  # the same command may be given again, and has perhaps been given before
+        self._may_have_begun = options.go_on  # a job has been told to begin the run
+        self._is_own = False  # a job of this supervisor has begun the run, so its code may be trusted
         self._attempt: Attempt | None = None  # the job that runs, or whose record has not been read
         self._signal: int | None = None
 
@@ -148,17 +125,18 @@ class Supervisor:
             self.run = first.with_name(f"{first.name}-{number}")
 
     def _supervise(self) -> int:
+        """Start jobs until the run is complete; returns the exit status. With the run's supervisor lock held."""
         steps = -1
         futile = 0
         has_trained = False
-        goes_on = self._was_told or self.resumes  # then a job may have outlived an earlier supervisor
-        was_complete = goes_on and self._is_trained()
-        if goes_on and (fault := self._left_over()) is not None:
+        may_be_there = self._may_have_begun or self.resumes  # and a job may have outlived an earlier supervisor
+        was_complete = may_be_there and self._is_trained()
+        if may_be_there and (fault := self._left_over()) is not None:
             return self._give_up(fault)
-        if self._was_told and self._is_done():  # a whole array that was requeued, say
+        if self._may_have_begun and self._is_done():  # a whole array that was requeued, say
             say(f"run '{self.run}' is complete already{self._what_failed()}.")
             return 0
-        if not goes_on and self._has_record():  # else a restart would take it for this one's
+        if not may_be_there and self._has_record():  # else a restart would take it for this one's
             raise run_folder.taken(self.run)
         for start in range(self.restarts + 1):
             hosts = self.hosts if start == 0 else self._answering()
@@ -168,7 +146,7 @@ class Supervisor:
             attempt = self._attempt = Attempt(self.run, self._sizes(hosts)[0], self.start_timeout_s)
             status = self._run_job(attempt, start, hosts, steps)
             complete = self._is_complete(before)
-            if not complete:  # else signals are only noted, for good
+            if not complete:  # else a signal that comes now must not end this process
                 self._attempt = None
             if self._signal is not None:
                 return self._status_after_signal(self._signal, status, complete, was_complete)
@@ -202,8 +180,8 @@ class Supervisor:
     def _status_after_signal(self, number: int, status: int, complete: bool, was_complete: bool) -> int:
         """Say how a job ended that was told to end. Returns this program's status: 0 if nothing is left to do.
 
-        Who is to continue later evaluates then, but does not try that turn after turn."""
-        is_done = complete and (not self._goes_on or was_complete or self._is_done())
+        With `--continue` an evaluation that is missing is left to the next call, but is not tried call after call."""
+        is_done = complete and (not self._continues or was_complete or self._is_done())
         end = "the run is not complete"
         if complete:
             left = ", except what follows training: the same command makes up for it"
@@ -253,12 +231,12 @@ class Supervisor:
         A resumed run brings the preset's settings; the options are given again, in case that it never got them."""
         if self.resumes:
             return self.arguments
-        if self._was_told:
+        if self._may_have_begun:
             if self._has_record():
-                trust = ["--trust-run"] * (self._began and "--trust-run" not in self.arguments)  # this job has made it
+                trust = ["--trust-run"] * (self._is_own and "--trust-run" not in self.arguments)
                 return ["--resume", str(self.run), *without_preset(self.arguments, self._preset), *trust]
             run_folder.set_aside(self.run)  # it failed before it had begun
-        self._was_told, self._began = True, not self._has_record()
+        self._may_have_begun, self._is_own = True, not self._has_record()
         return [*self.arguments, "--run.name", self.run.name]
 
     # ---- what became of it ---------------------------------------------------------------------------------------
@@ -272,8 +250,7 @@ class Supervisor:
         return run_folder.num_segments(self.run) > segments_before and bool(run_folder.read(self.run)["completed"])
 
     def _all_left(self, segments_before: int) -> bool:
-        """Return True if the last job ended because nobody was left who was not told to leave: a stop, as by a
-        signal."""
+        """Return True if the last job was stopped because all its ranks were told to leave."""
         if run_folder.num_segments(self.run) <= segments_before:
             return False
         last = run_folder.read(self.run)["segments"][-1]
@@ -371,6 +348,18 @@ def _begun(command: Command) -> Path | None:
     return run if is_there else None
 
 
+def _resuming(begun: Path, command: Command, arguments: list[str]) -> tuple[Command, list[str]]:
+    """Return a command and its arguments that resume the run which the given ones have begun."""
+    spares = command.config.run.spares  # as asked for: the run's last start may have had fewer
+    arguments = ["--resume", str(begun), *without_preset(arguments, command.preset)]
+    if spares and not any(argument.startswith("--run.spares") for argument in arguments):
+        arguments += ["--run.spares", str(spares)]
+    resuming = parse(arguments)
+    if command.preset is not None:
+        _tell_of_other_settings(command, resuming)
+    return resuming, arguments
+
+
 def _tell_of_other_settings(asked: Command, command: Command) -> None:
     """Report that a new run would get other settings than the resumed one has: its preset may have been edited."""
     now, own = (flatten(to_table(each.config)) for each in (asked, command))
@@ -395,11 +384,35 @@ def _tell_of_trust(command: Command) -> None:
         )
 
 
+def _num_ranks(options: argparse.Namespace, command: Command, hosts: Sequence[Host]) -> int:
+    """Return the number of ranks, spares among them. Raises PalaError if that is too many, or if none would train."""
+    slots, spares = sum(host.slots for host in hosts), command.config.run.spares
+    ranks: int = slots if slots and options.ranks is None else (options.ranks or usual_ranks(command)) + spares
+    if ranks > _MOST_RANKS:
+        raise PalaError(f"{ranks:,} ranks are asked for, but a job may have at most {_MOST_RANKS:,}.")
+    if hosts and ranks > slots:
+        more = f" and {spares} spare{'s' * (spares > 1)}" if spares else ""
+        raise PalaError(
+            f"'-n {options.ranks}'{more} is more than the hosts take, {slots}; say how many each takes, as in "
+            "'--host node1:4,node2:4'."
+        )
+    if spares >= ranks:
+        raise PalaError(f"'--spares' is {spares}, but the hosts take {ranks} ranks in all: none would train.")
+    return ranks
+
+
 def usual_ranks(command: Command) -> int:
     """Return the usual number of ranks: 2, or a resumed run's last number. Raises PalaError."""
     if command.resume is None:
         return 2
     return int(run_folder.read(command.resume)["segments"][-1].get("ranks", 2))
+
+
+def _new_folder(command: Command) -> Path:
+    """Return the folder of the run that a command begins. Raises PalaError if none can be made there."""
+    run = command.config.run
+    run_folder.check_place(command.config)
+    return Path(run.dir) / (run.name or dated(command.preset_name or command.config.env.short_id))
 
 
 def without_preset(arguments: list[str], preset: Path | None) -> list[str]:
