@@ -36,7 +36,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     early = " (a callback returned False)" * result.stopped_early
     print_result(f"PALA  {result.status} after {result.global_steps:,} steps{early}: {result.run}")
     if result.signal is not None:
-        print_result(f"      continue with: {_going_on(result.run, config)}")
+        print_result(f"      continue with: {_resume_command(result.run, config)}")
         return result
     final_tasks, trust = _FinalTasks(result.run, config), user_code.trust_option(result.run, config)
     tasks: list[tuple[str, Callable[[], str]]] = [
@@ -55,7 +55,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
         except (PalaError, OSError) as error:
             outcomes[what] = str(error)
             said = f"{outcomes[what].rstrip('.')}; {_later(what, result.run, trust)}"
-        except Exception as error:  # of the user's environment, say: the next rank would meet it as well
+        except Exception as error:  # of the user's environment, say: the next rank would fail as well
             log(traceback.format_exc())
             outcomes[what] = f"failed ({type(error).__name__}: {error})"
             said = f"{outcomes[what]}; {_later(what, result.run, trust)}"
@@ -67,16 +67,7 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
         print_result(f"      {what}: {said}")
     if config.run.trace:
         print_result(f"      timeline: `pala trace {shlex.quote(str(result.run))}` makes it")
-    final = checkpoint.policy_header(result.run / run_folder.POLICY)
-    best = kept_best(result.run / run_folder.BEST_POLICY, final) if final is not None else None
-    scored = final_tasks.evaluation.mean_return if final_tasks.evaluation is not None else -math.inf
-    if best is not None and best["mean_return"] > scored:
-        found = (
-            f"mean return {best['mean_return']:g} over the {MEAN_OF} episodes of training that ended after "
-            f"{best['global_steps']:,} steps"
-        )
-        run = shlex.quote(str(result.run))
-        print_result(f"      best policy: {found}; `pala evaluate {run} --best{trust}` scores it")
+    _name_best(result.run, final_tasks.evaluation, trust)
     return replace(
         result,
         exit_status=status,
@@ -86,14 +77,27 @@ def conclude(result: Result, config: Config, interrupt: Interrupt) -> Result:
     )
 
 
+def _name_best(run: Path, evaluation: Evaluation | None, trust: str) -> None:
+    """Print where the best policy of the training is, if there is one that did better than the final one scored."""
+    final = checkpoint.policy_header(run / run_folder.POLICY)
+    best = kept_best(run / run_folder.BEST_POLICY, final) if final is not None else None
+    scored = evaluation.mean_return if evaluation is not None else -math.inf
+    if best is not None and best["mean_return"] > scored:
+        found = (
+            f"mean return {best['mean_return']:g} over the {MEAN_OF} episodes of training that ended after "
+            f"{best['global_steps']:,} steps"
+        )
+        print_result(f"      best policy: {found}; `pala evaluate {shlex.quote(str(run))} --best{trust}` scores it")
+
+
 def _later(what: str, run: Path, trust: str) -> str:
-    """Return how a task that was not done is done later."""
+    """Return words for the command that does later a task that was not done."""
     options = shlex.quote(str(run)) + (trust if what == "evaluation" else "")
     return f"`pala {'evaluate' if what == 'evaluation' else 'plot'} {options}` makes up for it"
 
 
-def _going_on(run: Path, config: Config) -> str:
-    """Return how a stopped run is resumed as it was started, spares included."""
+def _resume_command(run: Path, config: Config) -> str:
+    """Return words for the command that resumes a stopped run as it was started, spares included."""
     resume = user_code.resume_option(run, config)
     if os.environ.get(SUPERVISED):
         return f"the command that started it, with `{resume}` in place of the preset"

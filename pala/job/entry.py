@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 @cache
 def facts() -> dict[str, Any]:
-    """Return what run.json says of the first rank's command and versions. Found once: a process that has started MPI
-    must start no others."""
+    """Return what run.json says of the first rank's command and versions; empty on other ranks. First called before MPI
+    starts, since a process that has started MPI must start no others."""
     return provenance(may_start_processes=not has_started_mpi()) if Launch.detect().rank == 0 else {}
 
 
 @contextmanager
 def program() -> Iterator[MpiCommunicator]:
     """Start MPI for a program of PALA's, and give it all ranks. An error inside the block ends the process: with status
-    2 where every rank has met it, else as `abort` does."""
+    2 where every rank has met it, else by `abort`."""
     die_with_launcher()
     notify_supervisor("begun")
-    facts()
+    facts()  # which asks git, and must not once MPI runs
     comm = start_mpi_or_exit()
     notify_supervisor("up")
     try:
@@ -60,10 +60,10 @@ def program() -> Iterator[MpiCommunicator]:
 @contextmanager
 def script() -> Iterator[MpiCommunicator]:
     """Start MPI for a script of the user's, if it has not, and give it all ranks. An error inside the block is raised;
-    but with several ranks one that is this rank's own ends the process as `abort` does."""
+    but with several ranks one that is this rank's own ends the process by `abort`."""
     if threading.current_thread() is threading.main_thread():
         note_leave()
-    facts()
+    facts()  # as in `program`
     one_sentence_for_mistakes()
     comm = start_mpi()
     try:
@@ -97,7 +97,7 @@ def train(comm: MpiCommunicator, request: Request, greet: Callable[[Job], None])
 
 
 def _note_on_threads(job: Job, config: Config) -> None:
-    """Say that a number of threads in the environment is not taken: ranks share out the cores."""
+    """Report that OMP_NUM_THREADS is not followed: ranks share out the cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked and asked != str(job.threads) and not config.run.threads:
         log(
@@ -107,10 +107,10 @@ def _note_on_threads(job: Job, config: Config) -> None:
 
 
 def evaluate_and_draw(result: Result, config: Config, interrupt: Interrupt) -> Result:
-    """Conclude as training from the command line and `pala.fit` do."""
+    """Conclude a training from the command line or `pala.fit`: see `conclusion.conclude`."""
     try:
         from pala.job.conclusion import conclude  # torch: a spare that sleeps has not loaded it
-    except Exception as error:  # an update of the code since training began: the next rank would meet it as well
+    except Exception as error:  # the code was changed since training began: the next rank would fail as well
         print_result(f"PALA  {result.status} after {result.global_steps:,} steps: {result.run}")
         if result.signal is not None:
             return result

@@ -65,7 +65,7 @@ def _serve_as_spare(job: Job, request: Request) -> Result:
 
 @contextmanager
 def _noting_the_end(job: Job, info: RunInfo) -> Iterator[None]:
-    """Say in run.json why a job failed that ends inside the block."""
+    """Note in run.json why the job failed, if it ends inside the block."""
     try:
         yield
     except EndError as error:

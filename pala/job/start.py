@@ -1,6 +1,6 @@
-"""The start of a rank that trains, from the beginning or in the place of one that is gone. All runs on every rank.
+"""The start of a rank that trains: `start` with all others; `start_spare` alone, in the place of one that is gone.
 
-    Request ──▶ Run (folder, lock, records) ──▶ Agent (environments, network, optimiser) ──▶ Exchange ──▶ training
+    Request ──▶ Agent (environments, network, optimiser) ──▶ Run (folder, lock, records) ──▶ Exchange ──▶ Training
 
 An error that one rank meets while all ranks start is raised on all of them, so none waits forever.
 """
@@ -49,28 +49,17 @@ def start(job: Job, request: Request) -> Result:
         config, resume = _settled(comm, request, code, envs, here)
         with envs:
             job.notes.stage("makes the network")
-            kept = (
-                config if resume is None else from_first(comm, lambda: run_folder.with_kept_background(config, resume))
-            )
-            agent = ALGORITHMS[config.algorithm].build(comm, kept, envs, code.make_network)
+            continued = config
+            if resume is not None:
+                continued = from_first(comm, lambda: run_folder.with_kept_background(config, resume))
+            agent = ALGORITHMS[config.algorithm].build(comm, continued, envs, code.make_network)
             is_own = code.make_network is not None or config.network.custom
             if comm.rank == 0 and is_own and len(envs.observation_space.shape or ()) == 3:
                 log("The network is your own: autograd makes its passes, not those that are written out for PALA's.")
             job.notes.stage("makes the run's folder, or reads the last checkpoint")
             with open_run(comm, config, resume, request.preset or config.env.short_id, job.hosts) as run:
                 with run.removed_if_nobody_starts():
-                    agent.begin(comm, run)
-                    job.notes.stage("begins the games")
-                    # A mistake that the first reset or step shows is one of the start.
-                    collectively(comm, lambda: agent.reset_envs(run, try_out=True))
-                    job.notes.stage("makes the first checkpoint")
-                    # A run that cannot save should fail now.
-                    collectively(comm, lambda: agent.save(run, exchange=None))
-                    # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
-                    from_first(comm, lambda: user_code.keep(run.folder, code))
-                    user_code.trust_own(run.folder)
-                    run.start_metrics(agent.counters, agent.start.global_steps)
-                    run.start_record(comm, describe(job, request, code, agent, run))
+                    _begin(job, comm, request, code, agent, run)
                 if comm.rank == 0 and config.run.console != "none":
                     print_result(header(job, agent, run))
                 job.notes.stage("begins the exchange with the other ranks")
@@ -81,9 +70,26 @@ def start(job: Job, request: Request) -> Result:
                 return Training(job, request, run, agent, exchange).run()
 
 
+def _begin(job: Job, comm: Communicator, request: Request, code: UserCode, agent: Agent[Any], run: Run) -> None:
+    """Begin or continue the run: the agent's weights, the games, the first checkpoint, the first records. Collective.
+    Raises CollectiveError."""
+    agent.begin(comm, run)
+    job.notes.stage("begins the games")
+    # A mistake that the first reset or step shows is one of the start.
+    collectively(comm, lambda: agent.reset_envs(run, try_out=True))
+    job.notes.stage("makes the first checkpoint")
+    # A run that cannot save should fail now.
+    collectively(comm, lambda: agent.save(run, exchange=None))
+    # Not before the checkpoints were found to fit it: a resume that is refused changes nothing.
+    from_first(comm, lambda: user_code.keep(run.folder, code))
+    user_code.trust_own(run.folder)
+    run.start_metrics(agent.counters, agent.start.global_steps)
+    run.start_record(comm, describe(job, request, code, agent, run))
+
+
 def _code_of(comm: Communicator, request: Request) -> UserCode:
-    """Return what a run is made with from Python; a resumed run keeps what it was made with, as far as it is not given
-    again. Collective."""
+    """Return the code that the run gets from Python: what is given; in a resumed run, for what is not, what it was made
+    with. Collective."""
     if request.resume is None:
         return request.code
     resume = request.resume
@@ -214,7 +220,7 @@ def _record_late(run: Run, exchange: Exchange, host: str) -> None:
 
 
 def _give_up(job: Job, sleeping: Sleeping, run: Run, error: Exception) -> None:
-    """End this spare by the error. If the job ends with it, run.json says why."""
+    """End the transport of a spare that fails by this error. If the job ends with it, note why in run.json."""
     sleeping.transport.abandon()  # who is alone is asked of MPI
     if isinstance(error, EndError) or job.comm.is_alone():
         note_failure(run.folder, run.segment.name, job.comm.rank, error, check=run.check_folder)

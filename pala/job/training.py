@@ -67,7 +67,7 @@ class Training:
         self._exchange = exchange
         self._best: BestPolicy | None = None  # from the first checkpoint on
         self._began_with = replace(agent.counters)
-        self._stop = Stop.NONE  # why training ends: as this rank has it, once it is closed as all have agreed
+        self._stop = Stop.NONE  # why training ends: as this rank has it; after `close`, as all have agreed
         self._leads = self._comm.rank == 0  # at the end: whether no lower rank lives
         self._has_said_stop = False
 
@@ -116,12 +116,12 @@ class Training:
                     run.view.refresh()
             self._call("on_interval", self._callbacks.on_interval, records)
 
-        def updated(updates: int) -> None:
+        def on_update(updates: int) -> None:
             self._comm.on_count(updates)
             self._call("on_update", self._callbacks.on_update)
 
-        stop = loop.run(self._agent.first_observations, on_interval, self._keep, updated)
-        # A full disk should not keep the ranks from the smaller file, the final policy, nor the others from going on.
+        stop = loop.run(self._agent.first_observations, on_interval, self._keep, on_update)
+        # With a full disk there may be room for the final policy, which is smaller; and other ranks may continue.
         if stop.completes or stop is Stop.NONE:
             self._keep()
             self._lead_if_first()

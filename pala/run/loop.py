@@ -1,4 +1,4 @@
-"""The loop that both algorithms share: when to end, log and save, and where the time goes.
+"""The training loop that both algorithms share: when to end, log and save, and where the time goes.
 
 A loop sends nothing and calls no MPI; its `exchange` does.
 """
@@ -65,7 +65,7 @@ def nothing_on_update(updates: int) -> None:
 
 
 class Loop(abc.ABC):
-    """One rank's training."""
+    """The loop of one rank."""
 
     def __init__(self, agent: Agent[Any], exchange: Exchange) -> None:
         self._run, self._device = agent.config.run, agent.device

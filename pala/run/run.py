@@ -192,12 +192,12 @@ class Run:
 
     def fail(self, error: BaseException) -> None:
         """Say in run.json that the run `failed`, and why. Any rank may, since the one that leads may be the one that
-        does not answer. A run that is complete stays so, and the first rank is believed."""
+        does not answer. A run that is complete stays so, and of several reasons the first one stays."""
         self._close_reporter()
         note_failure(self.folder, self.segment.name, self.rank, error, self._record, self.check_folder)
 
     def conclude(self, outcomes: dict[str, str]) -> None:
-        """Note what became of the last words, if this rank leads."""
+        """Note what became of the evaluation and the learning curve, if this rank leads."""
         self._note_or_say(conclusion=outcomes | {"rank": self.rank})
 
     def saved(self) -> None:
@@ -234,7 +234,7 @@ def open_run(comm: Communicator, config: Config, resume: Path | None, preset: st
         nonlocal lock
         folder = resume if resume is not None else run_folder.create(config, preset)
         if resume is not None:
-            _say_of_name(resume, config)
+            _note_on_name(resume, config)
         lock = lock_folder(folder)  # before anything in it is changed
         if lock is not None:
             run_folder.remove_unfinished(folder)
@@ -273,8 +273,8 @@ def locked_too(run: Run, is_locked: bool) -> Iterator[Run]:
         yield run
 
 
-def _say_of_name(run: Path, config: Config) -> None:
-    """Report that a resumed run does not take the name that it is given."""
+def _note_on_name(run: Path, config: Config) -> None:
+    """Report that a resumed run keeps its name, if it is given another one."""
     if (name := run_folder.own_name(run, config)) != config.run.name:
         log(
             f"'run.name' ('{config.run.name}') is not used: the run continues in its folder as '{name}'. For another "
