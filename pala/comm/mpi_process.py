@@ -1,4 +1,4 @@
-"""Starting and ending MPI in this process. Nothing here loads torch, and MPI itself only when it is started."""
+"""Starting and ending MPI in this process. This loads no torch, and MPI itself only to start it."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def start_mpi() -> MpiCommunicator:
     if not MPI.Is_initialized():
         if "OMPI_COMM_WORLD_SIZE" in os.environ and "Open MPI" not in library:  # MPICH would abort inside MPI_Init
             if names := left_over():
-                raise CollectiveError(_left_over(names))
-            raise PalaError(_mixed(ranks, library))
+                raise CollectiveError(_fault_left_over(names))
+            raise PalaError(_fault_mixed(ranks, library))
         # The main thread calls MPI, then the data proxy alone, then the main thread again.
         MPI.Init_thread(MPI.THREAD_SERIALIZED)
         _take_back_signals()
@@ -87,10 +87,10 @@ def start_mpi() -> MpiCommunicator:
             "MPI_THREAD_SERIALIZED. Use an MPI that is built with threads."
         )
     if (ranks > 1 or launch.rank > 0) and MPI.COMM_WORLD.size == 1 and (names := left_over()):
-        raise CollectiveError(_left_over(names))
+        raise CollectiveError(_fault_left_over(names))
     if ranks > 1 and MPI.COMM_WORLD.size == 1:
         by_srun = os.environ.get("SLURM_STEP_NUM_TASKS") == str(ranks)
-        raise CollectiveError(_apart(ranks, library) if by_srun else _mixed(ranks, library))
+        raise CollectiveError(_fault_apart(ranks, library) if by_srun else _fault_mixed(ranks, library))
     from pala.comm.mpi import MpiCommunicator
 
     comm = MpiCommunicator(MPI.COMM_WORLD)
@@ -129,9 +129,9 @@ def _check_launcher() -> None:
         )
     names = left_over()
     if any(name.startswith("PMIX_SERVER_URI") for name in names):  # MPI would crash at the end
-        raise CollectiveError(_left_over(names))
+        raise CollectiveError(_fault_left_over(names))
     if "PMI_FD" in names and not _is_open(os.environ["PMI_FD"]):  # MPICH would abort inside MPI_Init
-        raise CollectiveError(_left_over(names))
+        raise CollectiveError(_fault_left_over(names))
 
 
 def _is_open(descriptor: str) -> bool:
@@ -142,7 +142,8 @@ def _is_open(descriptor: str) -> bool:
     return False
 
 
-def _left_over(names: Sequence[str]) -> str:
+def _fault_left_over(names: Sequence[str]) -> str:
+    """Return an error message about variables that a launcher has left behind."""
     return (
         "this process has the variables of an MPI job, but no launcher is there that could have started it: they are "
         f"left over, as in a shell that a job has opened. Remove them: `unset {' '.join(names)}`."
@@ -215,15 +216,17 @@ def note_spares() -> None:
     _had_spares = True
 
 
-def _apart(ranks: int, library: str) -> str:
-    # Each task would train alone, and no message would say so (open-mpi/ompi#13523).
+def _fault_apart(ranks: int, library: str) -> str:
+    """Return an error message about srun's tasks that MPI does not join (open-mpi/ompi#13523): each would train
+    alone."""
     return (
         f"srun started {ranks} tasks, but to MPI each is alone ({library}). Start them by mpirun in the batch script "
         "(launch/slurm/), or by `srun --mpi=pmi2` for MPICH; for Open MPI `srun --mpi=pmix` needs a Slurm with PMIx."
     )
 
 
-def _mixed(ranks: int, library: str) -> str:
+def _fault_mixed(ranks: int, library: str) -> str:
+    """Return an error message about a launcher of another MPI than mpi4py's."""
     own = Path(sys.executable).with_name("mpirun")
     return (
         f"The launcher started {ranks} ranks, but mpirun and mpi4py use different MPI libraries (mpi4py has "

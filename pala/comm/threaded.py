@@ -11,7 +11,7 @@ from pala.comm.base import Packet, Receiver, Transport
 from pala.system.interrupt import Interrupt
 from pala.system.waiting import wait_asleep
 
-TICK_S = 0.1  # the receiver is told the time so often, if the thread looks as often
+TICK_S = 0.1  # between two calls of `Receiver.on_tick`, if the thread looks as often
 _ABANDON_S = 5.0  # a thread ends within its longest sleep, if nothing holds it
 
 

@@ -35,8 +35,8 @@ class Stop(enum.IntEnum):
 
 @dataclass(slots=True, init=False, eq=False)
 class StepBudget:
-    """One rank's knowledge of all ranks' steps, of the living ranks and of the end: a value that its transitions change
-    in place. None of them communicates."""
+    """One rank's knowledge of all ranks' steps, of who lives, sleeps and has left, and of the end: a value that its
+    methods change in place. None of them communicates."""
 
     rank: int
     size: int
@@ -59,6 +59,7 @@ class StepBudget:
     left: set[int]
     """Ranks that have left in good order, dead since or not."""
     stop_told: bool
+    """Whether this rank has told others that training ends; a death takes it back."""
     groups: Sequence[int]
     """Number of each rank's group, [size], where ranks form groups; else empty."""
 
@@ -219,7 +220,7 @@ class StartState(NamedTuple):
 def budget_of(
     comm: Communicator, start: ExchangeState, total_steps: int, spares: int = 0, groups: Sequence[int] = ()
 ) -> StepBudget:
-    """Return what a rank of a job knows when it begins, or begins to sleep."""
+    """Return what a rank of a job knows when it begins to train or to sleep."""
     return StepBudget(comm.rank, comm.size, total_steps, start.steps_by_rank, start.base_steps, spares, groups)
 
 

@@ -8,7 +8,7 @@ from pala.comm.base import Communicator
 from pala.exchange.budget import StepBudget, Stop
 from pala.system.waiting import wait_asleep
 
-_LOOK_S = 0.5  # a rank that sleeps looks at signals so often
+_LOOK_S = 0.5  # between two looks at signals of a rank that sleeps
 
 
 class Sleeping(abc.ABC):

@@ -39,7 +39,7 @@ from pala.system.trace import traced
 if TYPE_CHECKING:
     from pala.run.best_policy import BestPolicy
 
-_LOOK_S = 0.1  # a rank that sleeps until the end looks at signals so often
+_LOOK_S = 0.1  # between two looks at signals of a rank that sleeps until the end
 
 
 @contextmanager

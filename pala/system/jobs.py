@@ -23,7 +23,7 @@ from pala.system.errors import PalaError
 from pala.system.interrupt import LEAVE
 from pala.system.launcher import die_with_parent
 
-LOOK_S = 5.0  # a job is looked at so often
+LOOK_S = 5.0  # between two looks at a job
 _TAIL_LINES = 25
 _VARIABLE = "PALA_JOB"  # in the environment of all processes of a job: which it is
 _OF_MPI = re.compile(r"/dev/shm/(?:mpich_shm_|sm_segment\.)\S+")  # shared memory of MPICH, of Open MPI

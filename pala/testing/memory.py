@@ -35,7 +35,7 @@ from pala.testing.faults import Fault, ToRank
 from pala.testing.memory_transport import Channel, MemoryTransport
 
 T = TypeVar("T")
-_LOOK_S = 0.1  # who waits looks at least so often at signals, and at the time
+_LOOK_S = 0.1  # the most between two looks of who waits, at signals and at the time
 _ROUNDS_KEPT = 2  # who joins a collective has completed the one before, which all have joined
 
 
@@ -232,7 +232,7 @@ class MemoryCommunicator(Communicator):
         self.host = platform.node()
         self.interrupt = Interrupt()
         self._all = _Group(self, range(world.size), "all")
-        self._patient = Interrupt()  # never signalled
+        self._patient = Interrupt()  # never signalled: collectives at the start and the end wait for all ranks
         mine = [fault for fault in world.faults if isinstance(fault, ToRank) and fault.rank == rank]
         self._to_come = [fault for fault in mine if fault.when == "update"]
 

@@ -228,13 +228,13 @@ class BFloat16(Float32):
     """
 
     format, dtype = Format.BFLOAT16, torch.bfloat16
-    _spare: Tensor | None = None
+    _used: Tensor | None = None
     """Memory of the last difference that was moved by: new memory takes longer to touch than all else here."""
 
     def difference(self, offer: Held, in_place: bool) -> Change:
         """Subtract in float32, exact except for the smallest bits: the offer's place is too small for that."""
         offered = offer.data.view(self.dtype)
-        differences, self._spare = self._spare, None
+        differences, self._used = self._used, None
         if differences is None:
             differences = torch.empty_like(self._staged, dtype=torch.float32)
         for difference, staged, own in in_blocks(differences, self._staged, offered):
@@ -243,7 +243,7 @@ class BFloat16(Float32):
 
     def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
         super().move(parameters, change, fraction)
-        self._spare = change.values
+        self._used = change.values
 
     def _move(self, parameters: Tensor, mean: Tensor, fraction: float, measure: bool) -> Tensor | None:
         norms = []

@@ -13,6 +13,7 @@ only between two updates.
 from __future__ import annotations
 
 import abc
+import enum
 import math
 import threading
 import time
@@ -50,10 +51,10 @@ from pala.exchange.wire import Message, Refusal
 from pala.system.output import log
 from pala.system.trace import Trace
 
-_SNAPSHOTS = 2  # that may be on their way
-_MOST_UNDER_WAY = 4  # models to one peer: an offer and an answer; that they have left may be seen after what follows
-_MOST_REPLIES = 8  # to one peer that have not left
-_ASKED_AGAIN = (Kind.WISH, Kind.STAY, Kind.JOIN)  # of these one to a peer that has not left is enough
+_SNAPSHOTS = 2  # of this rank's model that may be on their way
+_MOST_UNDER_WAY = 4  # models to one peer: an offer, an answer, and the next of each before these are seen to have left
+_MOST_REPLIES = 8  # to one peer, that have not left
+_ASKED_AGAIN = (Kind.WISH, Kind.STAY, Kind.JOIN)  # of each kind, one unsent message to a peer is enough
 MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
@@ -170,8 +171,9 @@ class GossipDriver(Receiver):
         self._num_asked = 0  # times that a mix could have been measured
         self.snapshots = [Snapshot(models.new_snapshot()) for _ in range(num_snapshots)]
         self.offers: dict[int, Snapshot] = {}  # open ones, by the peer that is to answer
-        self._replies: list[tuple[int, int | None, Packet]] = []  # to whom, which; some may not have left
-        self._reported: set[int] = set()
+        self._replies: list[tuple[int, enum.IntEnum | None, Packet]] = []
+        """Receiver, kind if it is one of `_ASKED_AGAIN`, and packet; those that have left are removed later."""
+        self._reported: set[int] = set()  # peers of which a message was refused
 
     # ---- the learner's thread ------------------------------------------------------------------------------------
 
@@ -390,7 +392,7 @@ class GossipDriver(Receiver):
         self.counts["bytes_sent"] += len(action.peers) * num_bytes
 
     def _close_offer(self, peer: int) -> Packet:
-        """Let what was offered to this peer be written over from now on."""
+        """Return what was offered to this peer; it may be written over from now on."""
         snapshot = self.offers.pop(peer)
         snapshot.is_offer = False
         return snapshot.packet
@@ -404,8 +406,8 @@ class GossipDriver(Receiver):
         return self._free_snapshot() is not None
 
     def _free_snapshot(self) -> Snapshot | None:
-        """Return a snapshot that has left. If peers that do not answer hold all, there is one more, which is given up
-        when they answer again."""
+        """Return a snapshot that has left, or None. If peers that do not answer hold all, there is one more, which is
+        given up when they answer again."""
         snapshots, patience_s = self.snapshots, self.state.patience_s
         free = [snapshot for snapshot in snapshots if snapshot.is_free]
         if not free and all(snapshot.sent_s < self.transport.now_s() - patience_s for snapshot in snapshots):

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from pala.exchange.gossip.sleeping import SleepingGossip
     from pala.exchange.gossip.topology import Peers
 
-_LOOK_S = 0.1  # a waiting rank looks at its clock and at signals so often
-_ASK_AGAIN_S = 2.0  # a message may have been damaged
-_SAY_AT_ASK = 4  # in vain; ranks that train as fast as this one have made as many updates by then
+_LOOK_S = 0.1  # between two looks of a waiting rank at its clock and at signals
+_ASK_AGAIN_S = 2.0  # who stays: a question or its reply may have been damaged
+_SAY_AT_ASK = 4  # the question in vain at which users are told; ranks as fast as this one have made 4 updates by then
 _LARGE_BYTES = 2**22  # of a message: it takes a millisecond or more to receive and check
-_GIVE_UP_AFTER_S = 300.0  # without a model of one's own; peers send a whole one when their updates end
+_GIVE_UP_AFTER_S = 300.0  # of a rank without a model of use; peers send it a whole one when their updates end
 
 
 class GossipExchange(ModelExchange):
-    """Sends this rank's model to a peer after each update and averages in what peers sent."""
+    """The exchange that sends this rank's model to a peer after each update, and mixes in what peers sent."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class GossipExchange(ModelExchange):
         super().__init__(setup)
         comm, parameters, config, start, signature, num_exact = setup
         self._polls_between_steps = False
-        self._average_met_the_end = False  # and closed
-        self._stays = False  # it was told to leave, and has told others, but is there at the end
-        self._asks_again_s = 0.0  # who stays, when it was told to leave
-        self._num_asks = 0
+        self._average_met_the_end = False  # `average` found that another rank has ended, and closed the exchange
+        self._stays = False  # this rank has told others that it leaves, but is there at the end
+        self._asks_again_s = 0.0  # when a rank that was told to leave asks again who stays
+        self._num_asks = 0  # of this question
         self._has_updated = False  # before, its running moments are empty, and must not be averaged into a peer's
-        self._goes_on = slept is None and start.global_steps > 0  # with what an earlier start has trained
+        self._is_resumed = slept is None and start.global_steps > 0  # with what an earlier start has trained
         codec = make_codec(config.exchange, parameters, num_exact)
         protocol = make_protocol(Rules.of(config, codec.whole_every, own_topology))
         wire = Wire(comm.size, parameters.numel(), signature, gossip_sizes(codec.sizes, protocol.kinds))
@@ -200,7 +200,7 @@ class GossipExchange(ModelExchange):
         self._transport.poll()
 
     def count(self, steps: int) -> None:
-        """Count an update from `steps` steps after which this rank exchanges nothing."""
+        """Count an update, from `steps` steps, after which this rank exchanges nothing."""
         with self.driver.lock:
             budget = self._state.budget
             budget.add_steps(steps)
@@ -289,7 +289,7 @@ class GossipExchange(ModelExchange):
     def _is_fresh(self) -> bool:
         """Whether this rank's model counts in the final average. One that was never trained, or is as old as the time
         that this rank was away, or has left, counts only if all are so."""
-        trained = self._has_updated or self._goes_on or self.heals > 0
+        trained = self._has_updated or self._is_resumed or self.heals > 0
         return trained and self._state.has_model and not self._state.has_left
 
     def _wait_for_the_end(self) -> None:

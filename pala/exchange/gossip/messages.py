@@ -22,7 +22,7 @@ class Kind(enum.IntEnum):
     JOIN = 8  # its sender, a spare that takes a place or a rank that waits to heal, asks for a whole model
     WISH = 9  # its sender was told to leave, and asks who has a model of use
     STAY = 10  # the reply to that, of a rank that has one
-    CROSSED = 11  # a credit for an offer that is not answered, since its sender's own is on the way, and will do
+    CROSSED = 11  # a refusal of an offer, by a rank whose own offer to that peer is on the way, and will do
 
 
 WITH_MODEL = (Kind.MODEL, Kind.OFFER, Kind.ANSWER)

@@ -37,7 +37,7 @@ class OneWay(GossipProtocol):
             s.counts["sends_without_buffer"] += not s.has_put_off
             s.has_put_off = True
             return []
-        whole = self._goes_whole(s, *peers)
+        whole = self._sends_whole(s, *peers)
         for peer in peers:
             s.lock.acquire(peer, s.now_s)
             s.owed.remove(peer)

@@ -121,7 +121,7 @@ class Paired(GossipProtocol):
         s.owed.clear()
         s.lock.acquire(peer, s.now_s)
         s.offers[peer] = Offer(s.round)
-        return [SendModel(self._message(s, Kind.OFFER), (peer,), self._goes_whole(s, peer))]
+        return [SendModel(self._message(s, Kind.OFFER), (peer,), self._sends_whole(s, peer))]
 
     def _take_in(self, s: GossipState, message: Message, took_s: float, late: bool, rejected: bool) -> list[Action]:
         sender = message.sender

@@ -58,8 +58,7 @@ class GossipProtocol(abc.ABC):
         s.update_began_s = now_s
 
     def clock(self, s: GossipState, now_s: float) -> None:
-        """Take in the time of a monotonic clock; call this often. A long gap between two calls means that this rank was
-        away."""
+        """Take in the time of a monotonic clock. To be called often: a long gap means that this rank was away."""
         gap_s = now_s - s.now_s
         s.now_s = now_s
         if gap_s > s.patience_s and len(s.budget.leaders) > 1:
@@ -78,7 +77,7 @@ class GossipProtocol(abc.ABC):
             s.counts["waits_given_up"] += 1
         elif now_s - s.sent_again_s > self.rules.again_s:
             s.sent_again_s = now_s
-            if not s.healthy:  # it has nothing to send, and who sends to it may find others first, each time
+            if not s.healthy:  # it has nothing to send, and the topology may lead its peers to others first, each time
                 s.asks_again_s = min(s.asks_again_s, now_s)
             s.owed += [p for p in self._next_peers(s) if p not in s.owed and s.lock.is_free(p)]
 
@@ -204,7 +203,7 @@ class GossipProtocol(abc.ABC):
         self._took_model(s)
 
     def _begin_update(self, s: GossipState) -> None:
-        if len(s.budget.leaders) == 1:  # nobody's model is newer; for a spare that joins it waits again
+        if len(s.budget.leaders) == 1:  # no other model could be newer; once a spare has joined, this rank waits again
             s.staleness = 0
             s.gave_up = False
             s.returning = False
@@ -283,8 +282,8 @@ class GossipProtocol(abc.ABC):
         s.owed = [p for p in s.owed if p != peer]
         return []
 
-    def _goes_whole(self, s: GossipState, *peers: int) -> bool:
-        """Count a send to these peers. True if the model that leaves now must not be only a part."""
+    def _sends_whole(self, s: GossipState, *peers: int) -> bool:
+        """Count a send to these peers, and return whether the model must travel whole."""
         whole = s.num_sends % self.rules.whole_every == 0 or not s.wants_whole.isdisjoint(peers)
         if whole:
             s.wants_whole.difference_update(peers)

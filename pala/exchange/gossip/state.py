@@ -121,15 +121,15 @@ class GossipState:
     gave_up: bool = False  # waited in vain: continues without a mix until a model comes
     returning: bool = False  # it was away, and has taken no peer's model since
     asks_again_s: float = math.inf  # when a rank that takes a place, or waits to heal, asks for a model
-    num_asked: int = 0
+    num_asked: int = 0  # times that it has asked
     stale: set[int] = field(default_factory=set)  # peers whose next model may be as old as that of a rank that was away
     offers: dict[int, Offer] = field(default_factory=dict)  # to peers that have not replied
     answers: dict[int, float] = field(default_factory=dict)  # that came: the fraction to move by
     only_late_answers: bool = False  # each is to an offer of an earlier update
     offer_numbers: dict[int, int] = field(default_factory=dict)  # of the offers to mix, by sender; replies repeat them
     refusing: set[int] = field(default_factory=set)  # peers that have refused this rank's last offer to them
-    leaves: bool = False  # as soon as another rank has shown that it has a model of use
-    stayers: set[int] = field(default_factory=set)  # those that have
+    leaves: bool = False  # told to leave; it does when another rank has said that it has a model of use, and stays
+    stayers: set[int] = field(default_factory=set)  # ranks that have said so
     leavers: set[int] = field(default_factory=set)  # ranks that were told to leave, and wait for this one's reply
 
     @property
