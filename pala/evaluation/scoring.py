@@ -216,7 +216,7 @@ def longest_game(config: Config) -> int:
 def play_episodes(
     envs: Envs, policy: Policy, greedy: bool, seeds: np.ndarray, episodes: int, timeout_s: float = math.inf
 ) -> tuple[list[Episode], int]:
-    """(`episodes` whole episodes, environment steps made).
+    """Return (`episodes` whole episodes, environment steps made).
 
     Each environment contributes a number of episodes fixed beforehand; those it plays beyond are ignored. Taking
     the first `episodes` to end instead would favour short ones. `seeds` int32 [B]. Raises PalaError after `timeout_s`.

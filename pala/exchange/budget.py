@@ -218,7 +218,7 @@ class StartState(NamedTuple):
 
 
 def budget_of(
-    comm: Communicator, start: ExchangeState, total_steps: int, spares: int = 0, groups: Sequence[int] = ()
+    comm: Communicator, start: ExchangeState, total_steps: int, spares: int, groups: Sequence[int] = ()
 ) -> StepBudget:
     """Return what a rank of a job knows when it begins to train or to sleep."""
     return StepBudget(comm.rank, comm.size, total_steps, start.steps_by_rank, start.base_steps, spares, groups)

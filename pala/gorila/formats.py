@@ -46,15 +46,13 @@ class ArraysFormat(Generic[ValueT]):
         return self._make(**{name: record[name][0] for name in record.dtype.names or ()})
 
 
-def frames_format(num_envs: int, observation_space: gymnasium.Space, frame_stack: int = 1) -> ArraysFormat[np.ndarray]:
+def frames_format(num_envs: int, observation_space: gymnasium.Space, frame_stack: int) -> ArraysFormat[np.ndarray]:
     """Return the format of the frames [B, *frame] of a reset of `num_envs` environments."""
     frame = frame_shape(observation_space, frame_stack)
     return ArraysFormat(lambda frames: frames, {"frames": (observation_space.dtype, (num_envs, *frame))})
 
 
-def experience_format(
-    num_envs: int, observation_space: gymnasium.Space, frame_stack: int = 1
-) -> ArraysFormat[Experience]:
+def experience_format(num_envs: int, observation_space: gymnasium.Space, frame_stack: int) -> ArraysFormat[Experience]:
     """Return the format of an `Experience` of `num_envs` environments: a frame longer for each that is truncated."""
     dtype, frame = observation_space.dtype, frame_shape(observation_space, frame_stack)
     fields: _Fields = {

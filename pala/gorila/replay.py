@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     terminated: np.ndarray  # [N] bool: the return ends here (a game over, or a lost life) and is not bootstrapped
 
 
-def experience_of(actions: np.ndarray, step: Step, frame_stack: int = 1) -> Experience:
+def experience_of(actions: np.ndarray, step: Step, frame_stack: int) -> Experience:
     """Return the experience of one step of `actions` [B]. Frames are views of the step's.
 
     Where an environment failed, the reward is NaN, which no replay takes for a transition. Raises PalaError if there is
@@ -66,7 +66,7 @@ def experience_of(actions: np.ndarray, step: Step, frame_stack: int = 1) -> Expe
     return Experience(actions, rewards, terminated, step.truncated, first, frames, final_frames)
 
 
-def reset_frames(observations: np.ndarray, frame_stack: int = 1) -> np.ndarray:
+def reset_frames(observations: np.ndarray, frame_stack: int) -> np.ndarray:
     """Return the frames [B, *frame] of a reset's observations [B, *obs]: views.
 
     Raises PalaError if there is more in an episode's first observation than one frame.
@@ -103,7 +103,7 @@ class Replay:
     but a page of it is taken only when it is first written. Raises PalaError.
     """
 
-    def __init__(self, capacity: int, num_envs: int, observation_space: gymnasium.Space, frame_stack: int = 1) -> None:
+    def __init__(self, capacity: int, num_envs: int, observation_space: gymnasium.Space, frame_stack: int) -> None:
         shape, dtype = observation_space.shape or (), observation_space.dtype
         frame = frame_shape(observation_space, frame_stack)
         self._rows = capacity // num_envs
