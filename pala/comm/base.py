@@ -95,7 +95,7 @@ class Receiver(abc.ABC):
 
     @property
     def patience_s(self) -> float:
-        """Return how long a bulk message may take to come before the next one may overtake it."""
+        """Longest time that a bulk message may take to come before the next one may overtake it."""
         return float("inf")
 
     def memory_for(self, num_bytes: int) -> np.ndarray | None:

@@ -23,17 +23,17 @@ def score_table(file: str) -> dict[str, dict[str, float]]:
 
 
 def rom_of(env_id: str) -> str:
-    """`ALE/SpaceInvaders-v5` -> `space_invaders`, whether or not ale-py has such a game; empty for other ids."""
+    """Turn `ALE/SpaceInvaders-v5` into `space_invaders`, whether or not ale-py has such a game; empty for other ids."""
     game = re.fullmatch(r"ALE/(\w+)-v\d+", env_id)
     return re.sub(r"(?<!^)(?=[A-Z])", "_", game[1]).lower() if game else ""
 
 
 def reference_of(env_id: str) -> tuple[float, float] | None:
-    """(random, human) score of an environment by its id, `ALE/SpaceInvaders-v5`; None if it is no game of the table."""
+    """Return (random, human) score of an environment, by its id; None if it is no game of the table."""
     scores = score_table("atari_scores.csv").get(rom_of(env_id))
     return (scores["random"], scores["human"]) if scores else None
 
 
 def human_normalised(score: float, random: float, human: float) -> float:
-    """Percent of the way from random play to the human (Mnih et al. 2015, Nature 518, figure 3)."""
+    """Return the percentage of the way from random play to the human (Mnih et al. 2015, Nature 518, figure 3)."""
     return 100 * (score - random) / (human - random)

@@ -243,7 +243,7 @@ class Window:
         self._pygame.display.quit()
 
     def _draw(self, picture: np.ndarray) -> None:
-        """[W, H, 3]: as pygame has it."""
+        """Show a picture [W, H, 3], as pygame has it."""
         display = self._pygame.display
         if self._screen is None or self._screen.get_size() != picture.shape[:2]:
             display.quit()  # a second window of SCALED gets no renderer

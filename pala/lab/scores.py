@@ -56,12 +56,12 @@ class Run:
 
     @property
     def actions(self) -> str:
-        """Return how the evaluation chose actions, in words."""
+        """The evaluation's choice of actions, in words."""
         return action_words(self.evaluation.get("greedy", False), self.evaluation.get("epsilon"))
 
     @property
     def protocol(self) -> str:
-        """Return in what the evaluation differs from DQN's, in words."""
+        """Differences of the evaluation from DQN's, in words."""
         found = self.evaluation
         alike = not found.get("greedy", False) and found.get("epsilon", _EPSILON) == _EPSILON
         noops = found.get("noop_max", _NOOPS)

@@ -77,7 +77,7 @@ class Run(RunData):
 
     @property
     def game(self) -> str:
-        """Return the name of the game."""
+        """Name of the game."""
         return str(self.facts["env.id"])
 
 
