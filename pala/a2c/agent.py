@@ -159,8 +159,8 @@ def build(
 
 
 def with_background(comm: Communicator, config: Config, envs: Envs, make_network: MakeNetwork | None = None) -> Config:
-    """Return the configuration with a `network.background` of `auto` found, for all ranks alike, in what the first
-    rank's first environment shows, unless its network is the user's own. Collective. Raises CollectiveError."""
+    """Return the configuration with a number for a `network.background` of `auto`: found by the first rank in what its
+    first environment shows; 0 for vectors and a network of the user's own. Collective. Raises CollectiveError."""
     if config.network.background != "auto":
         return config
 

@@ -13,8 +13,8 @@ OBSERVATIONS, RETURNS = "observation_moments", "return_moments"
 class Normalization:
     """Normalises what one rank's environments, B of them, give.
 
-    Rewards are divided by the deviation of the discounted return so far, R <- gamma R + r, which begins at 0 with each
-    episode, as in Gymnasium's NormalizeReward (there only after a termination).
+    Rewards are divided by the deviation of the discounted return so far, R <- gamma R + r, as in Gymnasium's
+    NormalizeReward. R begins at 0 with each episode (there only after a termination).
     """
 
     def __init__(self, flat: FlatParameters, gamma: float) -> None:

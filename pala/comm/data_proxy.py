@@ -1,10 +1,10 @@
 """The data proxy: with gossip and Gorila the one place that calls MPI between start-up and the end of training.
 
 It moves bytes for its rank. The learner hands it what to send and continues at once; what arrives is handed to the
-`Receiver`. It never blocks inside MPI and never spins: the learner's thread lets it look after its messages between two
-steps (`poll`, a microsecond when there is nothing), and a thread of its own does so when the learner does not, as in a
-long step, while it waits, and at the end. A thread alone would cost more: each time that it wakes up beside a busy
-learner takes 60 to 100 microseconds.
+`Receiver`. It never blocks inside MPI and never spins. The learner's thread lets it look after its messages between two
+steps: `poll`, a microsecond when there is nothing. A thread of its own does so when the learner does not, as in a long
+step, while it waits, and at the end. A thread alone would cost more: each time that it wakes up beside a busy learner
+takes 60 to 100 microseconds.
 
 Every send is synchronous (`Issend`): it completes only when the peer has begun to receive, so that the non-blocking
 barrier at the end (Hoefler et al. 2010, NBX) proves that nothing is left in flight.

@@ -85,7 +85,7 @@ class Command:
 
 
 def parse(arguments: list[str]) -> list[tuple[Path, Command]]:
-    """Each run, and the command line over its own settings. Raises PalaError."""
+    """Return each run, with the command line over its own settings. Raises PalaError."""
     runs = read_command(_PROGRAM, arguments, Command()).runs
     if not runs:
         raise PalaError("Name the folder of at least one run to score.")

@@ -53,7 +53,7 @@ class Policy:
         return self.inputs.original
 
     def act(self, observations: Any, greedy: bool = False, action_masks: Any = None) -> Any:
-        """Actions for one observation or a batch of them, as the environment takes them.
+        """Return actions for one observation or a batch of them, as the environment takes them.
 
         `observations`: one as the environment that the run was trained on gives it, or a batch as Gymnasium's vector
         environments do: arrays with one dimension more, in a dict or tuple where the observation is one. Returns one

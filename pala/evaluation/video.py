@@ -110,7 +110,7 @@ def _film(
 
 
 def _stage(config: Config, make_env: MakeEnv | None, seeds: np.ndarray, threads: int) -> tuple[Envs, Screen, float]:
-    """One environment for the policy, what it is seen with, and pictures a second."""
+    """Make one environment for the policy; return it, with what shows it, and pictures a second."""
     env = whole_games(config.env, 1)
     if make_env is None and env.is_atari:
         return make_envs(env, threads), _atari_screen(env, seeds), _ATARI_FRAMES_PER_S / env.frame_skip

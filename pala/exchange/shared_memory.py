@@ -6,11 +6,12 @@ here: each learner has one broadcast buffer. After an update it
 1. writes its model there, unless an out-peer has not read the last one;
 2. mixes, x <- (x + sum of in-peers' models) / (1 + k), if every in-peer has written since it was last read; if one has
    not and this would be more than `max_staleness` updates since the last mix, it waits, and does 1 as soon as it can.
-   (Without that, ours, learners of the complete graph that have all left out 1 would wait for one another forever.)
+   (The last is ours: without it, learners of the complete graph that have all left out 1 would wait for one another
+   forever.)
 
 So it never sends what nobody takes, and no model is overwritten while it is read. A rank whose parameters are not
 finite takes its turns all the same, but its buffer then says that it holds no model (ours): peers leave it out, and it
-takes theirs. Did it take no turn, it and a peer could wait for each other forever. The graph is a directed ring, or
+takes theirs. If it took no turn, it and a peer could wait for each other forever. The graph is a directed ring, or
 complete. Training cannot continue without a rank that died, or whose buffer is not on this host.
 """
 

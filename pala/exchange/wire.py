@@ -11,8 +11,8 @@ Formats: FLOAT32 and BFLOAT16 hold every parameter; TOP_K holds int32 indices, r
 
 What kinds of messages there are is the exchange's own: `gossip/messages.py`, `pala/gorila/messages.py`.
 
-The signature is a hash of the names and shapes of the network's parameters, and of the buffers of a user's own network,
-so that models of another network are refused.
+The signature is a hash of the names and shapes of the network's parameters, and of the buffers of a user's own network:
+models of another network are refused.
 `decode` believes nothing: any bytes give a `Message` or a `Refusal` with a sentence.
 """
 

@@ -95,7 +95,7 @@ def _code_of(comm: Communicator, request: Request) -> UserCode:
     resume = request.resume
 
     def check() -> None:
-        """On rank 0 alone: it looks at the folder's links and decides about trust."""
+        """Check on rank 0 alone, which looks at the folder's links and decides about trust."""
         run_folder.check_trains_as_before(resume)
         user_code.check_trust(resume, run_folder.config_of(resume), request.trust_run, request.code)
 

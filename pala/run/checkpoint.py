@@ -185,8 +185,8 @@ def _segment_number(folder: Path) -> int:
 
 
 def _ranks_of(segment: Path) -> int:
-    """Ranks that save in it, as rank 0's newest readable file says; 0 if it has none, 1 if all are damaged, which
-    `load_rank` says."""
+    """Return the number of ranks that save in it, as rank 0's newest readable file says; 0 if it has no file, 1 if all
+    are damaged, which `load_rank` says."""
     files = _generations(segment, 0)
     for file in files:
         with contextlib.suppress(PalaError):

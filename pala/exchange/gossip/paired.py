@@ -144,8 +144,8 @@ class Paired(GossipProtocol):
         sender, usable = message.sender, not (late or rejected)
         s.offer_numbers[sender] = message.round
         if usable and sender in s.to_mix:
-            # Something of its sender's could not be read, and was taken for this offer: it has closed that, and means
-            # the new one. Its model of before will do.
+            # A message of the sender could not be read, and was refused as if it were the offer in the inbox. So the
+            # sender has closed that one, and now offers again; the model in the inbox will do.
             return []
         if usable and s.has_model and self._crosses(s, sender):
             self._note_transfer(s, sender, took_s)
@@ -156,9 +156,9 @@ class Paired(GossipProtocol):
 
     def _crosses(self, s: GossipState, sender: int) -> bool:
         """Return whether an offer to this rank is to be refused, since the sender has been offered to and will answer.
-        Of one that has been silent that is not sure: what was offered to it may be lost. Nor of one that has refused
-        the last offer: it may refuse them all, as those of a rank whose model is not finite and that does not know it
-        yet, and then both would wait for each other forever."""
+        Of a sender that has been silent that is not sure: what was offered to it may be lost. Nor of one that has
+        refused the last offer: it may refuse all, as of a rank whose model is not finite, which that rank does not know
+        yet. Then both would wait for each other forever."""
         if sender in s.silent or sender in s.refusing:
             return False
         return s.budget.rank < sender and sender in s.offers

@@ -113,7 +113,7 @@ class Submission:
 
     @property
     def _report_name(self) -> str:
-        """One of a part has a name of its own: it judges that part alone."""
+        """Name of the job that makes the report. That of a report on a part alone names the part."""
         return "-".join((f"pala-{self._plan.preset.name}-report", *self._only))
 
     @property
