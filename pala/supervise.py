@@ -15,7 +15,7 @@ of the user's, after SIGTERM, SIGUSR1, ^C or a closed terminal (the job is told 
 ^C is passed to mpirun as it is), when all ranks were told to leave, or when two restarts one after the other brought no
 newer checkpoint. A job whose ranks outlive mpirun is waited for: the run's folder is locked as long as one of them
 lives. An mpirun that outlives its ranks by three minutes is ended. A run has one supervisor at a time, which locks
-`.NAME.supervisor` beside its folder; of runs without a name that begin in the same second, each gets a name of its own.
+`.NAME.supervisor` next to its folder. Runs without a name that begin in the same second get names of their own.
 """
 
 from __future__ import annotations

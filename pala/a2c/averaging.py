@@ -21,7 +21,7 @@ def average_of(segment: Path, signature: int, first_only: bool) -> tuple[RankSta
 
     Kept: parameters, RMSprop's mean squares and momentum's mean move, averaged with the push-sum weights; all
     steps made, and the longest time; the other counters, and `rank`, are the first's. Not kept: each rank's random
-    streams. A rank whose parameters are not finite, or that made no update beside others that did, is left out; raises
+    streams. A rank whose parameters are not finite, or that made no update while others did, is left out; raises
     PalaError if that leaves none. `first_only`: not averaged, but the first's; of independent learners an average means
     nothing.
     """
@@ -30,7 +30,7 @@ def average_of(segment: Path, signature: int, first_only: bool) -> tuple[RankSta
     first: RankState | None = None
     sums: dict[str, Tensor] = {}
     weights = 0.0
-    # One that was killed before its first checkpoint, beside others that trained, has weights that nobody learned.
+    # If others trained, one that was killed before its first checkpoint has weights that were not learned.
     for known in [state for state in states if state.counters["updates"]] or states:
         state = load_rank(segment, known.rank, signature, known.ranks)  # a live job may have saved since
         check_actor_critic(state)

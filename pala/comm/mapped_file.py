@@ -69,8 +69,8 @@ def share(comm: Communicator, num_bytes: int, among: Sequence[int]) -> MappedFil
 
 @contextmanager
 def _made(num_bytes: int) -> Iterator[_Made]:
-    """Make the file, with all its memory: a page that is not there later would kill who touches it. Without `num_bytes`
-    make none."""
+    """Make the file, with all its memory: a page that is not there later would kill the rank that touches it. Without
+    `num_bytes` make none."""
     if not num_bytes:
         yield _Made()
         return

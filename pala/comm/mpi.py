@@ -133,7 +133,7 @@ class MpiCommunicator(Communicator):
             _thread.start_new_thread(shrink, ())
         except RuntimeError as error:
             raise EndError(
-                f"[rank {self.rank}] cannot look who lives: {error}. Continue from the newest checkpoint."
+                f"[rank {self.rank}] cannot look which ranks live: {error}. Continue from the newest checkpoint."
             ) from None
         wait_asleep(has_begun.done, _BEGIN_S, self.interrupt)
         wait_asleep(shrunken.done, timeout_s, self.interrupt)

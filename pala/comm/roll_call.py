@@ -1,7 +1,7 @@
 """The wait for the slowest rank where all meet, which names the ranks that have not come.
 
 A barrier does not tell whom it waits for. So a rank that waits for long tells the others, and the lowest of those that
-wait says who has not told. Nothing is sent where nobody waits for long.
+wait says who has not told. Nothing is sent where no rank waits for long.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RollCall:
                     self._reached[rank] = int.from_bytes(number, "little")
 
     def take_rest(self) -> None:
-        """Receive what other ranks have told and this one has not read: MPICH fails to end with messages that nobody
+        """Receive what other ranks have told and this one has not read: MPICH fails to end with messages that no rank
         took. Collective, and no rank may have died."""
         told = self._comm.allgather(self._num_told)
         others = [rank for rank in range(self._comm.size) if rank != self.rank] if self.rank < _MOST_TOLD else []

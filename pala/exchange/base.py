@@ -25,9 +25,9 @@ class End(NamedTuple):
     """The agreement of all living ranks at the end."""
 
     stop: Stop
-    steps_by_rank: np.ndarray  # uint64 [ranks]; of the dead, as far as anybody knows
+    steps_by_rank: np.ndarray  # uint64 [ranks]; of the dead, as far as a living rank knows
     living: Sequence[int]
-    stayed: Sequence[int]  # of them, who trained to the end; all if nobody did
+    stayed: Sequence[int]  # those of the living that trained to the end; all, if none did
 
 
 def agree_on_end(

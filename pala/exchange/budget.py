@@ -24,7 +24,7 @@ class Stop(enum.IntEnum):
     NONE = 0
     BUDGET = 1
     CALLBACK = 2  # the user's: the policy is good enough, or will never be
-    ALL_LEAVE = 3  # nobody is left who was not told to leave
+    ALL_LEAVE = 3  # all ranks that remain were told to leave
     SIGNAL = 4  # that asks the whole job to end
 
     @property
@@ -134,7 +134,7 @@ class StepBudget:
     def is_needed(self) -> bool:
         """True of a rank that sleeps and has to take a place. As many ranks train as in the beginning, the lowest
         that live. So all agree on who they are as soon as they have heard of the same deaths, in whatever order; and
-        with every further death one who had to train still has to."""
+        a rank that has to train still has to after every further death."""
         lowest = [rank for rank in self.present if rank not in self.left][: self.num_places]
         return self.stop is Stop.NONE and self.rank in lowest
 

@@ -221,6 +221,6 @@ def _record_late(run: Run, exchange: Exchange, host: str) -> None:
 
 def _give_up(job: Job, sleeping: Sleeping, run: Run, error: Exception) -> None:
     """End the transport of a spare that fails by this error. If the job ends with it, note why in run.json."""
-    sleeping.transport.abandon()  # who is alone is asked of MPI
+    sleeping.transport.abandon()  # before `is_alone`, which asks MPI
     if isinstance(error, EndError) or job.comm.is_alone():
         note_failure(run.folder, run.segment.name, job.comm.rank, error, check=run.check_folder)

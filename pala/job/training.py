@@ -242,7 +242,7 @@ class Training:
 
         def on_first(survivors: Survivors) -> None:
             self._leads = self._comm.rank == survivors.members[0]
-            if not self._leads:  # also if it led while one who had left slept
+            if not self._leads:  # perhaps it led while a lower rank, which had left, slept
                 self._run.stop_leading()
                 return
             agent = self._agent

@@ -186,7 +186,7 @@ class Run:
         try:
             self._record.end(status, **facts)
         except OSError as error:
-            if status == "completed":  # what nobody recorded did not happen: the job must not end well
+            if status == "completed":  # else the job would end well, and its record say otherwise
                 raise
             log(f"run.json cannot be written: {reason(error)}.")
 

@@ -53,7 +53,7 @@ def canonical(s: GossipState, rules: Rules, now_s: float, has_ended: bool, perio
         s.owed.clear()
         s.wants_whole.clear()
         s.gave_up, s.staleness = False, 0
-        if rules.patience_s == math.inf:  # no lock is held for so long that its peer is silent
+        if rules.patience_s == math.inf:  # no lock is held until its peer is silent
             s.lock.held_since_s.clear()
     if has_ended:  # nor does it mix, but at the close
         s.lock.held_since_s.clear()

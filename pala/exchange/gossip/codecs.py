@@ -75,7 +75,7 @@ class Codec(abc.ABC):
     """
 
     sizes: dict[Format, range]  # bytes behind the header of each format that may come
-    whole_every = 1  # every so many sends carry a whole model
+    whole_every = 1  # of this number of sends, one carries a whole model
 
     @abc.abstractmethod
     def pack(self, parameters: Tensor, whole: bool) -> Packed:

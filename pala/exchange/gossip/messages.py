@@ -17,7 +17,7 @@ class Kind(enum.IntEnum):
     STOP = 3  # training ends
     ASK_WHOLE = 4  # a credit from a rank that only a whole model can heal
     OFFER = 5  # of the paired exchange: a model that asks for an answer
-    ANSWER = 6  # the model of who has moved towards an offer; its weight is the fraction that both move by
+    ANSWER = 6  # the model of a rank that has moved towards an offer; its weight is the fraction that both move by
     LEAVE = 7  # its sender trains no more; these are its last steps
     JOIN = 8  # its sender, a spare that takes a place or a rank that waits to heal, asks for a whole model
     WISH = 9  # its sender was told to leave, and asks who has a model of use

@@ -32,7 +32,7 @@ class ProcessLock:
     def held_before(self, time_s: float) -> set[int]:
         """Return the peers that have held a model since before this time."""
         held = self.held_since_s
-        # Most often nobody is held for so long, and who was sent to first is held for the longest.
+        # Most often there is none; the first in the table has held its model for the longest time.
         if not held or next(iter(held.values())) >= time_s:
             return set()
         return {peer for peer, since_s in held.items() if since_s < time_s}

@@ -115,7 +115,7 @@ def _ask(
 
 def by_weights(weights: Mapping[tuple[int, int], float]) -> OwnTopology:
     """Return the topology in which a rank chooses each peer as probably as weights say. A dead peer's place is taken by
-    one of its own peers, chosen likewise: who is connected stays connected.
+    one of its own peers, chosen likewise: ranks that are connected stay so.
 
     `weights`: (rank, peer) -> weight, 0 or more; of each rank they are divided by their sum.
     """
