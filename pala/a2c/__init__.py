@@ -1,1 +1,1 @@
-"""Advantage actor-critic: returns, loss and update, the loop, and what its runs have of their own."""
+"""Advantage actor-critic: its agent and loop, returns, loss, update and learning rate."""

@@ -1,8 +1,9 @@
-"""Progress that the exchange leaves a rank of what it learned: a sketch, cheap enough for every update.
+"""Sketches of how a rank's model moves, which show how much of its progress the exchange keeps.
 
 A rank's model moves by its own steps and by what the exchange does to it. If mixing takes nothing back, the mean of all
 models moves by the mean of the ranks' own steps; *progress kept* is the share of that which it does move. A rank cannot
-see the mean, so it records sketches of both movements; `metrics.progress_kept` adds up those of all ranks.
+see the mean, so it records sketches of both movements, cheap enough for every update; `metrics.progress_kept` adds up
+those of all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The seam between PALA and what carries its messages from rank to rank.
+"""The interface between PALA and what carries its messages from rank to rank.
 
 | part | MPI | threads of one process | simulated |
 |---|---|---|---|

@@ -1,4 +1,4 @@
-"""The ranks of an MPI job. `mpi_process.py` starts MPI before this is loaded.
+"""The communicator of an MPI job's ranks. `mpi_process.py` starts MPI before this is loaded.
 
 MPI's blocking collectives spin while they wait. Ranks come at unlike times, and where they share cores those that wait
 would take the time of those that are waited for; so all come together asleep first.

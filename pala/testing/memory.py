@@ -269,7 +269,7 @@ class MemoryCommunicator(Communicator):
         allowed there."""
         assert self.rank not in self.world.in_transport, "a transport is open: two threads would call MPI"
 
-    # ---- the seam ------------------------------------------------------------------------------------------------
+    # ---- the interface -------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         self._gather(None)
