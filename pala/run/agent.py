@@ -264,12 +264,14 @@ def _restore_generator(rank: int, generator: torch.Generator, own: RankState) ->
         log(f"[rank {rank}] The checkpoint's random stream cannot be used ({reason(error)}): that of actions is new.")
 
 
-def _restored_counters(comm: Communicator, c: dict[str, Any], same_ranks: bool) -> tuple[Counters, ExchangeState]:
-    """Return the counters of what `Agent.restore` gives. Push-sum weights are scaled so that their sum is the number of
-    ranks again. Collective."""
-    local_steps, applied = c["local_steps"] if same_ranks else 0, c["applied"]
-    counters = Counters(c["updates"], local_steps, c["time_s"], applied)
-    weight = c["weight"] if same_ranks else 1.0
+def _restored_counters(
+    comm: Communicator, restored: dict[str, Any], same_ranks: bool
+) -> tuple[Counters, ExchangeState]:
+    """Return the counters, and the state of the exchange, of what `Agent.restore` gives. Push-sum weights are scaled so
+    that their sum is the number of ranks again. Collective."""
+    local_steps, applied = restored["local_steps"] if same_ranks else 0, restored["applied"]
+    counters = Counters(restored["updates"], local_steps, restored["time_s"], applied)
+    weight = restored["weight"] if same_ranks else 1.0
     weight *= comm.size / sum(comm.allgather(weight))
-    known = comm.allgather(c["local_steps"]) if same_ranks else [0] * comm.size
-    return counters, ExchangeState(known, c["base_steps"], c["round"], weight)
+    known = comm.allgather(restored["local_steps"]) if same_ranks else [0] * comm.size
+    return counters, ExchangeState(known, restored["base_steps"], restored["round"], weight)
