@@ -589,7 +589,7 @@ def test_who_left_with_all_it_counted_on_waits_for_another_to_say_that_it_stays(
         rank = gossip._comm.rank  # type: ignore[attr-defined]
         may.update([rank] if gossip._state.may_leave else [])
         if may == {rank}:
-            gossip._interrupt.leave_requested = True  # the next update answers the other
+            gossip.interrupt.leave_requested = True  # the next update answers the other
             return False
         return leave(gossip)
 
