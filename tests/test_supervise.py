@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -798,20 +799,29 @@ def test_a_host_that_does_not_start_a_process_is_left_out(there: Path, capsys: p
     assert capsys.readouterr().err == "pala train: host b does not start a process and is left out.\n"
 
 
-def test_a_signal_while_hosts_are_asked_ends_that_at_once(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all that was started for it, before a host's time is over."""
+@pytest.mark.parametrize("begins_late", [False, True])
+def test_a_signal_while_hosts_are_asked_ends_that_at_once(
+    there: Path, monkeypatch: pytest.MonkeyPatch, begins_late: bool
+) -> None:
+    """And all that was started for it, before a host's time is over: also what is not yet known as it comes."""
     fake_mpirun(there, '[ "$1" = --version ] || { sleep 1000; exit 1; }\n')
     supervisor = Scripted(["--mpirun", "./mpirun", "--host", "a:1,b:1", "--run.name", "r"], [dies_early])
-    kill, killed_by = MpiJob.kill, []
+    begin, kill, killed = MpiJob.__init__, MpiJob.kill, dict[int, type | None]()
 
     def note(probe: MpiJob) -> None:
-        killed_by.append(threading.current_thread())
+        killed[probe.launcher.pid] = sys.exc_info()[0]
         kill(probe)
+
+    def begin_late(probe: MpiJob, words: list[str], *given: Any, **named: Any) -> None:
+        begin(probe, words, *given, **named)
+        if begins_late and "b" in words:
+            wait_for(lambda: killed, what="the end of the other")
 
     def tell() -> None:
         wait_for(lambda: len(processes_in(there)) == 5, what="a process for each host")
         signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
+    monkeypatch.setattr(MpiJob, "__init__", begin_late)
     monkeypatch.setattr(MpiJob, "kill", note)
     teller, before = threading.Thread(target=tell), signal.signal(signal.SIGTERM, supervisor.on_signal)
     try:
@@ -822,7 +832,7 @@ def test_a_signal_while_hosts_are_asked_ends_that_at_once(there: Path, monkeypat
         teller.join()
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM and len(supervisor.told) == 1
-    assert killed_by == [threading.main_thread()] * 2, "they were waited for"
+    assert len(killed) == 2 and subprocess.TimeoutExpired not in killed.values(), "they were waited for"
     wait_for(lambda: processes_in(there) == [os.getpid()], what="the end of what each had started")
     assert not list(there.glob("runs/.*")), "what kept other supervisors away is left"
 

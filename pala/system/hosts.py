@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -55,12 +56,15 @@ def read_hosts(host: str | None, hostfile: Path | None) -> list[Host]:
 def answering(hosts: Sequence[Host], mpirun: Sequence[str]) -> list[Host]:
     """Return the hosts on which mpirun starts a process within a minute."""
     probes: list[MpiJob] = []
+    ends = threading.Event()
 
     def answers(host: Host) -> bool:
         words = [*mpirun, "-np", "1", "--host", host.name, "echo", "here"]
         probe = MpiJob(words, environment_of_jobs(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         probes.append(probe)
         try:
+            if ends.is_set():  # while this one began, so it was not killed with the others
+                probe.kill()
             return b"here" in probe.launcher.communicate(timeout=_PROBE_S)[0]
         except subprocess.TimeoutExpired:
             probe.kill()
@@ -75,6 +79,7 @@ def answering(hosts: Sequence[Host], mpirun: Sequence[str]) -> list[Host]:
                 pass
             return [host for answer, host in asked.items() if answer.result()]
         except BaseException:  # a signal: the pool waits for its threads, and they for the probes
+            ends.set()
             for probe in probes:
                 probe.kill()
             raise
