@@ -75,8 +75,7 @@ class Moments(nn.Module):
 
     @property
     def _deviation(self) -> Tensor:
-        # Models that are averaged by differences may carry a variance below zero for a moment.
-        return (self.variance.clamp(min=0) + _EPSILON).sqrt()
+        return (self.variance + _EPSILON).sqrt()
 
     @property
     def is_new(self) -> bool:

@@ -61,7 +61,7 @@ class Change(NamedTuple):
 
     part: Part
     values: Tensor  # [K], or [P]
-    exact: Tensor | None = None  # of `_ExactTail`, behind the P that its codec knows
+    exact: Tensor | None = None  # of `_ExactTail`, behind the P that its codec knows: the answer's, no difference
 
 
 class Codec(abc.ABC):
@@ -403,6 +403,9 @@ class _ExactTail(Codec):
     A mean of 1,000 with a deviation of 1, rounded to 8 bits, is off by two deviations; and of parameters that are sent
     when they have changed, a count of samples would always be sent, a mean in small units never. So these travel whole,
     as float32, before what the other codec makes of the others. They are no part of the distance that is measured.
+
+    An answer moves them towards itself, not by its difference to the offer: a variance that decays meanwhile could go
+    below 0. So their mean over the ranks is not kept.
     """
 
     def __init__(self, codec: Codec, parameters: Tensor, count: int) -> None:
@@ -453,13 +456,13 @@ class _ExactTail(Codec):
         return self._codec.check_answer(self._without_exact(offer))
 
     def difference(self, offer: Held, in_place: bool) -> Change:
-        exact = self._exact.difference(Held(Format.FLOAT32, offer.data[: self._bytes]), False).values
+        exact = self._block.view(torch.float32).clone()
         return self._codec.difference(self._without_exact(offer), in_place)._replace(exact=exact)
 
     def move(self, parameters: Tensor, change: Change, fraction: float) -> None:
         assert change.exact is not None
         self._codec.move(parameters[: self._first], change, fraction)
-        self._exact.move(parameters[self._first :], Change(None, change.exact), fraction)
+        parameters[self._first :].lerp_(change.exact.to(parameters.device), fraction)
 
     def _without_exact(self, held: Held) -> Held:
         return Held(held.format, held.data[self._bytes :])
