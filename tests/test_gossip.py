@@ -214,7 +214,7 @@ def test_an_exception_inside_the_block_is_raised_and_the_others_go_on() -> None:
 def test_a_tensor_that_is_replaced_is_an_error() -> None:
     model = zeros()
     with (
-        pytest.raises(PalaError, match="'weight' of the model has another tensor"),
+        pytest.raises(PalaError, match="'weight' of the model was added, removed or replaced"),
         Gossip(model, total_steps=5) as gossip,
     ):
         model.get_parameter("weight").data = torch.zeros(2, 3)
@@ -226,6 +226,7 @@ def test_a_tensor_that_is_replaced_is_an_error() -> None:
     [
         (nn.Linear(2, 2).double(), {}, "only float32, bfloat16 and float16"),
         ([], {}, "no parameters"),
+        (nn.Sequential(torch.jit.ScriptModule()), {}, "'0' of the model is a TorchScript module"),
         (nn.Linear(2, 2), {"total_steps": 0}, "total_steps"),
         (nn.Linear(2, 2), {"mixing": "median"}, "mixing"),
         (nn.Linear(2, 2), {"topology": "complete"}, "topology"),

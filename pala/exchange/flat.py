@@ -26,6 +26,7 @@ def named_tensors(model: nn.Module | Iterable[Tensor]) -> tuple[Named, Named]:
     `state_dict` holds. Raises PalaError for tensors that cannot be exchanged."""
     buffers: Named = []
     if isinstance(model, nn.Module):
+        _refuse_torchscript(model)
         parameters: Named = list(model.named_parameters())
         kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         named = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) in kept]
@@ -43,6 +44,14 @@ def named_tensors(model: nn.Module | Iterable[Tensor]) -> tuple[Named, Named]:
             raise PalaError(f"'{name}' is a {type(tensor).__name__}: give a torch module, or tensors.")
     _check_tensors([*parameters, *buffers])
     return parameters, buffers
+
+
+def _refuse_torchscript(model: nn.Module) -> None:
+    """Raise PalaError if the model is a TorchScript module, or holds one: nothing tells when its tensors change."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            which = f"'{name}' of the model" if name else "The model"
+            raise PalaError(f"{which} is a TorchScript module; give its tensors in a list, [*model.parameters()].")
 
 
 def _check_tensors(named: Named) -> None:
@@ -81,9 +90,7 @@ class FlatTensors:
         self.data = torch.empty(sum(tensor.numel() for _, tensor in named), device=named[0][1].device)
         self._views: list[tuple[str, Tensor, Tensor]] = []
         self._copied: list[tuple[str, Tensor, Tensor]] = []  # and where the vector has them
-        self._owners = _owners(owner, {id(tensor) for _, tensor in named})
-        modules = owner.named_modules() if owner is not None else ()
-        self._children = [(name, module._modules, dict(module._modules)) for name, module in modules]
+        self._tables = _tables(owner, {id(buffer) for _, buffer in buffers})
         offset = 0
         for name, tensor in named:
             part = self.data[offset : offset + tensor.numel()]
@@ -109,7 +116,9 @@ class FlatTensors:
             if tensor.dtype is torch.float32:
                 inside.copy_(tensor.detach())
             else:
-                inside.add_(tensor.detach().to(torch.float32).sub_(inside.to(tensor.dtype)))
+                now, cut_off = tensor.detach().to(torch.float32), inside - inside.to(tensor.dtype)
+                fits = cut_off.abs() <= now.abs() * torch.finfo(tensor.dtype).eps  # else the tensor was reset, as to 0
+                torch.add(now, cut_off.where(fits, 0.0), out=inside)
 
     def scatter(self) -> None:
         """Copy the vector's values into the tensors that are no views of it."""
@@ -125,12 +134,12 @@ class FlatTensors:
         for name, tensor, inside in self._copied:
             if tensor.shape != inside.shape:
                 raise _replaced(name)
-        for module, tensors, name, tensor in self._owners:
-            if tensors.get(name) is not tensor:
-                raise _replaced(f"{module}.{name}" if module else name)
-        for name, now, before in self._children:
-            if now != before:
-                raise _has_other_modules(name, {key for key in now.keys() | before if now.get(key) != before.get(key)})
+        for path, now, before, all_are_known in self._tables:
+            for name, value in before.items():
+                if now.get(name) is not value:
+                    raise _replaced(path + name)
+            if all_are_known and len(now) > len(before):
+                raise _replaced(path + next(name for name in now if name not in before))
 
     def is_finite(self) -> bool:
         """Return whether the vector holds neither NaN nor infinity."""
@@ -142,30 +151,24 @@ class FlatTensors:
         return next((name for name, _, inside in named if not bool(inside.isfinite().all())), "")
 
 
-def _owners(owner: nn.Module | None, ids: set[int]) -> list[tuple[str, dict[str, Any], str, Tensor]]:
-    """Return of which module, in which of its tables and under which name each of these tensors lies."""
-    modules = owner.named_modules() if owner is not None else ()
-    return [
-        (path, tensors, name, tensor)
-        for path, module in modules
-        for tensors in (module._parameters, module._buffers)  # a look here takes a tenth of one at `module.name`
-        for name, tensor in tensors.items()
-        if tensor is not None and id(tensor) in ids
-    ]
+def _tables(owner: nn.Module | None, buffers: set[int]) -> list[tuple[str, dict[str, Any], dict[str, Any], bool]]:
+    """Return each module's tables of parameters, modules and buffers: the path to it, the table itself, what it must
+    hold (of buffers only these, by `id`), and whether it may hold no more."""
+    tables: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = []
+    for name, module in owner.named_modules() if owner is not None else ():
+        path = f"{name}." if name else ""
+        # a look here takes a tenth of one at `module.name`
+        tables += [(path, table, dict(table), True) for table in (module._parameters, module._modules)]
+        exchanged = {key: buffer for key, buffer in module._buffers.items() if id(buffer) in buffers}
+        tables.append((path, module._buffers, exchanged, False))
+    return tables
 
 
 def _replaced(name: str) -> PalaError:
     return PalaError(
-        f"'{name}' of the model has another tensor, shape or type since the block began, so it would not be exchanged. "
-        "Change it in place: `with torch.no_grad(): parameter.copy_(...)`."
-    )
-
-
-def _has_other_modules(owner: str, names: set[str]) -> PalaError:
-    changed = ", ".join(f"'{f'{owner}.' * bool(owner)}{name}'" for name in sorted(names))
-    return PalaError(
-        f"The model has other modules since the block began ({changed}), which would not be exchanged. Change tensors "
-        "in place, or end the block and begin another."
+        f"'{name}' of the model was added, removed or replaced since the block began, or has another shape or type, so "
+        "it would not be exchanged. Change tensors in place, `with torch.no_grad(): parameter.copy_(...)`, or end the "
+        "block and begin another."
     )
 
 
