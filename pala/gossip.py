@@ -109,10 +109,10 @@ class Gossip:
         all ranks together, in the unit of `after_update(steps=...)`. `topology`: a name, a networkx.DiGraph of ranks
         whose weights say how probably each peer is chosen, or a function (rank, living ranks, round) -> peers.
         `every`: updates of a rank from one exchange to the next. `seed`: seed of random peers. `on_change`: called
-        with a kind and a rank after an update, in which this rank heard of it: `death`, `leave`, or `heal` if its own
-        model was replaced by a peer's. `trace`: folder in which each of several ranks records its timeline
-        (docs/timeline.md). `comm`: the ranks of a test. The others mean what they mean in training. Raises
-        PalaError for settings or tensors that cannot be used.
+        with a kind and a rank after an update or average, in which this rank heard of it: `death`, `leave`, or `heal`
+        if its own model was replaced by a peer's. `trace`: folder in which each of several ranks records its timeline
+        (docs/timeline.md). `comm`: the ranks of a test. The others mean what they mean in training. Raises PalaError
+        for settings or tensors that cannot be used.
         """
         if comm is None and Launch.detect().size > 1:
             one_sentence_for_mistakes()
@@ -252,7 +252,7 @@ class Gossip:
             self._meet(exchange, _CLOSE_S, "the end of the block")
         self._flat.data.copy_(exchange.final_parameters(_CLOSE_S))
         self._flat.scatter()
-        self._tell_changes(exchange)
+        self._take_note(exchange)
 
     def _leave(self, comm: Communicator, exchange: GossipExchange) -> None:
         """End this rank, which the others take for dead: its process, or if it is a thread its part in the exchange."""
@@ -271,6 +271,7 @@ class Gossip:
         self._flat.gather()
         self._has_ended = not exchange.average(timeout_s, where)
         self._flat.scatter()
+        self._take_note(exchange)
         return not self._has_ended
 
     def _fail(self, error: BaseException) -> None:
@@ -325,7 +326,7 @@ class Gossip:
             flat.gather()
             self._momentum.push_()
             flat.scatter()
-        if self._exchange is not None and not self._has_ended:
+        if self._exchange is not None and not (self._has_ended or self._has_left):
             self._exchange_model(self._exchange, flat, steps)
         if self._comm is not None:
             self._comm.on_count(self._updates)
@@ -354,9 +355,7 @@ class Gossip:
         flat.scatter()
         if self._trace is not None:
             self._trace.lap("exchange")
-        if self._momentum is not None and exchange.heals > self._heals:
-            self._momentum.restart()
-        self._tell_changes(exchange)
+        self._take_note(exchange)
 
     def _is_finite(self) -> bool:
         """Return whether the model is finite; say it if it is not, the first time."""
@@ -370,10 +369,13 @@ class Gossip:
             )
         return is_finite
 
-    def _tell_changes(self, exchange: GossipExchange) -> None:
-        """Print deaths on the lowest living rank, and call `on_change` for what has happened since the last call."""
+    def _take_note(self, exchange: GossipExchange) -> None:
+        """Take note of what has happened since the last call: begin momentum again after a heal, print deaths on the
+        lowest living rank, and call `on_change`."""
         heals, self._heals = exchange.heals - self._heals, exchange.heals
         before, self._living = self._living, exchange.living
+        if heals and self._momentum is not None:
+            self._momentum.restart()
         if heals and self._on_change is not None:
             self._on_change("heal", self.rank)
         if self._living is before:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from pala.comm.threaded import TICK_S
 from pala.exchange.base import average_of_ranks
 from pala.exchange.flat import FlatTensors, named_tensors
-from pala.exchange.gossip import exchange
+from pala.exchange.gossip import driver, exchange
 from pala.gossip import Gossip
 from pala.system.errors import PalaError
 from pala.testing import Fault, fail_at, fail_at_message, leave_at, run_ranks, signal_at
 from pala.testing.memory import MemoryCommunicator
-from support.gossip_loops import add, on_ranks, zeros
+from support.gossip_loops import add, on_ranks, train, zeros
 
 
 class Mixed(nn.Module):
@@ -57,6 +57,17 @@ def test_rounding_loses_no_small_move() -> None:
     flat.gather()
     assert flat.data[:3].tolist() == [1.75] * 3
     assert model.low.dtype == torch.bfloat16
+
+
+def test_a_rounded_tensor_that_is_reset_keeps_nothing_of_its_old_value() -> None:
+    model = Mixed()
+    flat = FlatTensors(*named_tensors(model))
+    for value in (0.0, 1.0, float("nan"), 2.0):
+        flat.data[:3] = 1001.9  # the last bit is 4
+        flat.scatter()
+        nn.init.constant_(model.low, value)
+        flat.gather()
+        assert flat.data[:3].equal(torch.full((3,), value)) or value != value
 
 
 @pytest.mark.parametrize("compression", ["none", "bfloat16", "top_k"])
@@ -190,6 +201,73 @@ def test_an_average_in_the_midst() -> None:
             assert results[0] == pytest.approx([progress * epoch for epoch in (1, 2, 3, 4)], rel=1e-5)
 
 
+def test_a_rank_that_waits_for_an_average_answers_the_slower_ones() -> None:
+    """They may have to wait for an answer before they can come; without it they give up after 5 s."""
+
+    def main(comm: MemoryCommunicator) -> int:
+        model = zeros()
+        with Gossip(model, total_steps=10**6, max_staleness=2, comm=comm) as gossip:
+            for _ in range(3):
+                for _ in range(30):
+                    add(model)
+                    time.sleep(0.002 * comm.rank)
+                    gossip.after_update(steps=1)
+                assert gossip.average()
+            assert gossip._exchange is not None
+            return gossip._exchange.metrics()["waits_given_up"]
+
+    assert on_ranks(2, main) == [0, 0]
+
+
+def test_an_average_heals_a_model_that_is_not_finite() -> None:
+    def main(comm: MemoryCommunicator) -> tuple[list[tuple[str, int]], float]:
+        told: list[tuple[str, int]] = []
+        model = zeros()
+        with Gossip(
+            model, total_steps=10**6, momentum=0.5, comm=comm, on_change=lambda *change: told.append(change)
+        ) as gossip:
+            for _ in range(5):
+                add(model)
+                gossip.after_update(steps=1)
+            if comm.rank == 0:
+                nn.init.constant_(model.get_parameter("weight"), float("nan"))
+            assert gossip.average()
+            add(model)
+            gossip.after_update(steps=1)
+            assert gossip._flat is not None and gossip._flat.is_finite()
+        return told, float(model.get_parameter("bias").detach()[0])
+
+    first, second = on_ranks(2, main)
+    assert first[0] == [("heal", 0)] and second[0] == [] and first[1] == second[1]
+
+
+def test_distances_that_are_never_asked_for_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_MOST_DISTANCES", 1)
+
+    def main(comm: MemoryCommunicator) -> int:
+        _, gossip, _ = train(comm, total_steps=400)
+        assert gossip._exchange is not None
+        return len(gossip._exchange.driver.distances)
+
+    assert on_ranks(2, main) == [1, 1]
+
+
+def test_variances_stay_above_zero() -> None:
+    """They fall from 1 to 0.0025 within a few exchanges."""
+
+    def main(comm: MemoryCommunicator) -> float:
+        draw = torch.Generator().manual_seed(comm.rank)
+        model, lowest = nn.BatchNorm1d(1), 1.0
+        with Gossip(model, total_steps=400, every=20, comm=comm) as gossip:
+            while gossip.goes_on:
+                model(0.05 * torch.randn(64, 1, generator=draw))
+                gossip.after_update(steps=1)
+                lowest = min(lowest, float(model.running_var))  # type: ignore[arg-type]
+        return lowest
+
+    assert min(on_ranks(2, main)) > 0
+
+
 def test_an_average_that_meets_the_end() -> None:
     """Ranks make unlike numbers of updates, so some are at the end while others want to average."""
 
@@ -284,6 +362,41 @@ def test_a_rank_that_leaves_a_job_that_outlives_it_returns_with_its_own_model() 
 
     staying, also_staying, left = run_ranks(3, main, [leave_at(2, 10)])
     assert staying == also_staying and staying[1] >= 300 > left[1]
+
+
+def test_updates_after_a_rank_has_left_change_nothing() -> None:
+    """A loop may look at `goes_on` after several updates."""
+
+    def main(comm: MemoryCommunicator) -> tuple[int, float]:
+        comm.outlives_ranks = False  # so it waits for the end
+        model = zeros()
+        with Gossip(model, total_steps=300, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                gossip.after_update(steps=1)
+            before = gossip.global_steps
+            if gossip._has_left:
+                gossip.after_update(steps=1000)
+            after = gossip.global_steps
+        return after - before if comm.rank == 2 else 0, float(model.get_parameter("bias").detach()[0])
+
+    results = on_ranks(3, main, leave_at(2, 10))
+    assert results[2][0] < 1000 and len({end for _, end in results}) == 1
+
+
+def test_updates_without_an_exchange_count_as_training() -> None:
+    """Rank 1 makes fewer than its first exchange is due after; the average has its part."""
+
+    def main(comm: MemoryCommunicator) -> float:
+        model = zeros()
+        with Gossip(model, total_steps=10**6, every=30, comm=comm) as gossip:
+            for _ in range(30 - 10 * comm.rank):
+                add(model, 1.0 + comm.rank)
+                gossip.after_update(steps=1)
+            assert gossip.average()
+        return float(model.get_parameter("bias").detach()[0])
+
+    assert on_ranks(2, main) == [35.0, 35.0]
 
 
 def test_a_rank_that_is_alone_leaves_too() -> None:

@@ -153,6 +153,9 @@ def test_a_rank_is_idle_while_its_offer_is_open_and_nothing_has_come() -> None:
     offer_came(p, 2)
     assert not p.is_idle(), "it answers"
     assert not paired().is_idle(), "it offers"
+    p, _, _ = with_offer(max_staleness=3)
+    came(p, Kind.WISH, 2, 0)
+    assert not p.is_idle(), "it says that its model is of use"
 
 
 def test_a_rank_that_may_wait_is_not_idle() -> None:

@@ -259,8 +259,9 @@ class GroupedGossip(GossipExchange):
 
     @property
     def _is_leader(self) -> bool:
-        """Whether this rank is the lowest of its group that lives and trains, as far as it has heard."""
-        return next((rank for rank in self._members if not self._is_gone(rank)), None) == self._comm.rank
+        """Whether this rank is the lowest of its group that lives and trains, and has heard so by messages, too."""
+        first = next((rank for rank in self._members if not self._is_gone(rank)), None)
+        return first == self._comm.rank and first in self._state.budget.leaders
 
     def _is_gone(self, rank: int) -> bool:
         return rank not in self._state.budget.living or bool(self._memory.members[rank]["left"])

@@ -17,7 +17,7 @@ import enum
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
@@ -55,6 +55,7 @@ _SNAPSHOTS = 2  # of this rank's model that may be on their way
 _MOST_UNDER_WAY = 4  # models to one peer: an offer, an answer, and the next of each before these are seen to have left
 _MOST_REPLIES = 8  # to one peer, that have not left
 _ASKED_AGAIN = (Kind.WISH, Kind.STAY, Kind.JOIN)  # of each kind, one unsent message to a peer is enough
+_MOST_DISTANCES = 1024  # that wait to be read; a user's loop may never ask for them
 MIXES_A_MEASUREMENT = 8  # a measurement of the consensus distance costs as much as a mix
 
 
@@ -163,7 +164,7 @@ class GossipDriver(Receiver):
         self.lock = threading.RLock()
         self._changed, self._num_waiting = threading.Condition(self.lock), 0
         self.counts: Counter[str] = Counter()  # for the metrics; whoever reads them may empty it
-        self.distances: list[Any] = []
+        self.distances: deque[Any] = deque(maxlen=_MOST_DISTANCES)  # the last ones; as `counts`
         self.heals = 0
         self._is_quiet = False
         self.trace: Trace | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pala.exchange.base import ModelExchange, Setup, agree_on_end, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop, budget_of
+from pala.exchange.flat import is_finite
 from pala.exchange.gossip.codecs import make_codec
 from pala.exchange.gossip.driver import GossipDriver, make_protocol
 from pala.exchange.gossip.messages import gossip_sizes
@@ -201,6 +202,7 @@ class GossipExchange(ModelExchange):
 
     def count(self, steps: int) -> None:
         """Count an update, from `steps` steps, after which this rank exchanges nothing."""
+        self._has_updated = True
         with self.driver.lock:
             budget = self._state.budget
             budget.add_steps(steps)
@@ -230,6 +232,8 @@ class GossipExchange(ModelExchange):
             self._transport.raise_failure()
             if self.interrupt.signal is not None:
                 self.driver.end(Stop.SIGNAL)
+            if not self._state.has_left:
+                self.driver.advance()  # answer those that are not here yet: they may have to wait for it
             return meeting.have_come()
 
         wait_asleep(all_are_here, timeout_s, self.interrupt, wait=meeting.wait)
@@ -240,6 +244,7 @@ class GossipExchange(ModelExchange):
             self._transport.free()
             self._average_met_the_end = True
             return False
+        self.driver.heals += not is_finite(self._parameters)
         self._parameters.copy_(self.final_parameters(timeout_s))
         self.driver.averaged()
         self._transport.start(self.driver)
@@ -276,7 +281,8 @@ class GossipExchange(ModelExchange):
         with driver.lock:
             counts = driver.counts + self._state.counts
             driver.counts, self._state.counts = Counter(), Counter()
-            distances, driver.distances = driver.distances, []
+            distances = list(driver.distances)
+            driver.distances.clear()
             weight = self._state.weight
         consensus = float(torch.stack(distances).mean()) if distances else None
         return {"consensus_distance": consensus, "push_sum_weight": weight} | {key: counts[key] for key in _COUNTS}

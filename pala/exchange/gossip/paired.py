@@ -84,7 +84,7 @@ class Paired(GossipProtocol):
 
     def is_idle(self, s: GossipState) -> bool:
         may_go_on = s.has_model and s.staleness < self.rules.max_staleness
-        return may_go_on and self._waits_for_reply(s) and not (s.to_mix or s.answers)
+        return may_go_on and self._waits_for_reply(s) and not (s.to_mix or s.answers or s.leavers)
 
     def unreadable_model_came(self, s: GossipState, sender: int) -> list[Action]:
         """Take note of what was an offer or the answer to one; neither is open any more."""
