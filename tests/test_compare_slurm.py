@@ -3,6 +3,7 @@ that note what they are asked; `test_slurm.py` has the real ones."""
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import shutil
 from pathlib import Path
@@ -13,8 +14,11 @@ from pala.lab.compare.__main__ import Command, compare
 from pala.lab.compare.execute import chosen
 from pala.lab.compare.plan import Plan
 from pala.lab.compare.slurm import unfinished
+from pala.supervise import read_options
 from pala.system.command_line import read_command
 from pala.system.errors import PalaError
+from pala.train import parse
+from support import REPOSITORY
 from support.comparisons import GAME, PRESET, make_run, section
 
 SLURM = """
@@ -120,6 +124,17 @@ def test_a_job_has_room_for_spares(there: Path) -> None:
     compare(Command(Path("preset.toml"), submit=True, only=("gossip",)))
     (job, _) = asked()
     assert "--nodes=3 --ntasks-per-node=2 " in job and ".sbatch -n 3 --continue " in job
+
+
+def test_the_example_of_a_sweep_is_a_job_for_each_rate_and_seed(
+    there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not compare(Command(REPOSITORY / "examples/learning_rates.toml", submit=True, dry_run=True))
+    jobs = capsys.readouterr().out.splitlines()
+    assert all("--nodes=1 --ntasks-per-node=4 --time=04:00:00 launch" in job for job in jobs)
+    trained = [parse(read_options(shlex.split(job.partition(".sbatch ")[2]))[1]).config for job in jobs]
+    rates = itertools.product((1, 2), (3e-4, 7e-4, 1.4e-3, 2.8e-3))
+    assert [(config.seed, config.a2c.learning_rate) for config in trained] == list(rates)
 
 
 def test_each_run_is_a_job_of_its_own_size(

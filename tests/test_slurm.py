@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from pala.comm.mpi_process import check_slurm_tasks
-from pala.lab.compare.plan import Cell, Plan
 from support import REPOSITORY
 from support.helpers import CARTPOLE, record_of, wait_for, write_paced
 from support.mpi import LAUNCHERS, Launcher
@@ -269,19 +268,8 @@ def test_spares_may_be_tasks_or_come_to_them(
 
 
 def test_every_script_is_bash_and_says_how_it_is_submitted() -> None:
-    scripts = [script for folder in ("launch/slurm", "examples") for script in (REPOSITORY / folder).glob("*.sbatch")]
-    assert len(scripts) == 8
+    scripts = list((REPOSITORY / "launch/slurm").glob("*.sbatch"))
+    assert len(scripts) == 6
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
         assert re.search(rf"sbatch( \S+)* {script.relative_to(REPOSITORY)}", script.read_text())
-
-
-def test_the_example_of_a_sweep_reports_the_rates_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    script = Path("examples/learning_rates.sbatch").read_text()
-    rates = re.search(r"rates=\((.*)\)", script)
-    assert rates is not None
-    plan = Plan(Path("examples/learning_rates.toml"))
-    reported = [plan.config_of(Cell(variant, "Pong", 4)).a2c.learning_rate for variant in plan.preset.variants]
-    assert [float(rate) for rate in rates[1].split()] == reported and not plan.runs
-    assert f"--array=0-{2 * len(reported) - 1}%" in script
