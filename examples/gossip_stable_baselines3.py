@@ -65,7 +65,8 @@ def main(total_steps: int, seed: int) -> int:
         seed=seed,
     )
     with pala.Gossip(model.policy, total_steps=total_steps) as gossip:
-        model.set_random_seed(100 * seed + gossip.rank)  # each rank plays on its own
+        # Each rank plays on its own. Its environments have this seed and the seven after it.
+        model.set_random_seed(1000 * (100 * seed + gossip.rank))
         model.learn(sys.maxsize, callback=GossipCallback(gossip))  # gossip ends it
 
     if gossip.rank == min(gossip.living):

@@ -8,13 +8,16 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import pala
 from support import REPOSITORY
 from support.mpi import Launcher
 
@@ -75,6 +78,19 @@ def test_without_stable_baselines3_the_example_says_what_to_install(monkeypatch:
     monkeypatch.setitem(sys.modules, "stable_baselines3", None)  # an import of it fails
     with pytest.raises(SystemExit, match="pip install stable-baselines3"):
         runpy.run_path(str(EXAMPLES / "gossip_stable_baselines3.py"))
+
+
+@pytest.mark.slow
+def test_ranks_of_stable_baselines3_play_in_other_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from_package = pytest.importorskip("stable_baselines3", reason="the package of the example is not installed")
+    seeds: list[int] = []
+    monkeypatch.setattr(from_package.PPO, "learn", lambda model, *_, **__: seeds.extend(model.get_env()._seeds))
+    example = runpy.run_path(str(EXAMPLES / "gossip_stable_baselines3.py"))
+    for rank in range(3):
+        gossip = SimpleNamespace(rank=rank, living=[-1], signal=None)  # the score is another rank's
+        monkeypatch.setattr(pala, "Gossip", lambda *_, gossip=gossip, **__: nullcontext(gossip))
+        assert example["main"](10, seed=1) == 0
+    assert len(set(seeds)) == 3 * example["NUM_ENVS"]
 
 
 # ---- PPO's parts -----------------------------------------------------------------------------------------------------
