@@ -209,7 +209,8 @@ class Supervisor:
         where = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         arguments = self._train_arguments(spares)
         verb = f"restart {start} of {self.restarts}" if start else "start"
-        aim = f"resume '{self.run}'" if "--resume" in arguments else f"train '{self.run}'"
+        resumes = any(argument.startswith("--resume") for argument in arguments)
+        aim = f"{'resume' if resumes else 'train'} '{self.run}'"
         who = f"{ranks} ranks{f', {spares} of them to spare,' * (spares > 0)}"
         say(f"{verb}: {who}{f' on {where}' if where else ''} {aim}{f' from {steps:,} steps' * (start > 0)}.")
         placed = ["-np", str(ranks), *(["--host", where] if where else [])]
@@ -228,16 +229,17 @@ class Supervisor:
     def _run_arguments(self) -> list[str]:
         """Return the arguments that begin the run, or resume it.
 
-        A resumed run brings the preset's settings; the options are given again, in case that it never got them."""
+        A resumed run brings the preset's settings; the options are given again, in case that it never got them. A name
+        is one word with its option, as it may begin with a dash."""
         if self.resumes:
             return self.arguments
         if self._may_have_begun:
             if self._has_record():
                 trust = ["--trust-run"] * (self._is_own and "--trust-run" not in self.arguments)
-                return ["--resume", str(self.run), *without_preset(self.arguments, self._preset), *trust]
+                return [f"--resume={self.run}", *without_preset(self.arguments, self._preset), *trust]
             run_folder.set_aside(self.run)  # it failed before it had begun
         self._may_have_begun, self._is_own = True, not self._has_record()
-        return [*self.arguments, "--run.name", self.run.name]
+        return [*self.arguments, f"--run.name={self.run.name}"]
 
     # ---- what became of it ---------------------------------------------------------------------------------------
 
@@ -351,7 +353,7 @@ def _begun(command: Command) -> Path | None:
 def _resuming(begun: Path, command: Command, arguments: list[str]) -> tuple[Command, list[str]]:
     """Return a command and its arguments that resume the run which the given ones have begun."""
     spares = command.config.run.spares  # as asked for: the run's last start may have had fewer
-    arguments = ["--resume", str(begun), *without_preset(arguments, command.preset)]
+    arguments = [f"--resume={begun}", *without_preset(arguments, command.preset)]
     if spares and not any(argument.startswith("--run.spares") for argument in arguments):
         arguments += ["--run.spares", str(spares)]
     resuming = parse(arguments)

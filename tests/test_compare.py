@@ -151,6 +151,8 @@ def test_the_command_line_makes_the_settings(there: Path) -> None:
     )  # fmt: skip
     assert parse(options(wanted, Config())).config == wanted
     assert options(wanted, wanted) == []
+    dashed = Config(run=RunConfig(name="-x"))  # of a variant `-x`
+    assert parse(options(dashed, Config())).config == dashed
 
 
 def test_only_what_decides_a_run_differs() -> None:

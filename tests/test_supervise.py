@@ -440,7 +440,7 @@ def test_runs_without_a_name_that_begin_in_the_same_second_are_not_one(
     assert first.supervise() == 0 and third.supervise() == 0
     told = [of.told for of in (first, second, third)]
     names = ("pong-now", "pong-now-2", "pong-now-3")
-    assert told == [[["pong", "--seed", s, "--run.name", n]] for s, n in zip("123", names, strict=True)]
+    assert told == [[["pong", "--seed", s, f"--run.name={n}"]] for s, n in zip("123", names, strict=True)]
     assert not list(there.glob("runs/.*")), "what kept the others away is left"
 
 
@@ -510,8 +510,8 @@ def test_a_run_is_resumed_until_its_record_says_that_it_is_complete(there: Path,
     jobs = [attempt(100, 0), attempt(200, 137), attempt(300, 1, completes=True)]
     supervisor = Scripted(["--run.name", "r", "--total-steps", "300"], jobs)
     assert supervisor.supervise() == 0
-    again = ["--resume", "runs/r", "--run.name", "r", "--total-steps", "300", "--trust-run"]
-    assert supervisor.told == [["--run.name", "r", "--total-steps", "300", "--run.name", "r"], again, again]
+    again = ["--resume=runs/r", "--run.name", "r", "--total-steps", "300", "--trust-run"]
+    assert supervisor.told == [["--run.name", "r", "--total-steps", "300", "--run.name=r"], again, again]
     said = capsys.readouterr().err
     assert "Checkpoints: 1,100 steps" in said and "is complete after 2 restarts" in said
     assert said.count("the job ended before the run was complete. ") == 1 and "status 0" not in said
@@ -580,10 +580,10 @@ def test_a_run_that_has_begun_is_continued(there: Path) -> None:
     arguments = ["--continue", "--restarts", "0", "--run.name", "r", "--total-steps", "9"]
     (there / "runs/r").mkdir(parents=True)
     first = Scripted(arguments, [attempt(5, 137)])
-    assert first.supervise() == 1 and first.told[0][-1] == "r"
+    assert first.supervise() == 1 and first.told[0][-1] == "--run.name=r"
     second = Scripted(arguments, [attempt(9, 0, completes=True)])
     assert second.supervise() == 0
-    assert second.told == [["--resume", "runs/r", "--run.name", "r", "--total-steps", "9"]]
+    assert second.told == [["--resume=runs/r", "--run.name", "r", "--total-steps", "9"]]
     assert Scripted([*arguments, "--run.name", "new"], [attempt(9, 0, completes=True)]).supervise() == 0
 
 
@@ -645,7 +645,7 @@ def test_a_run_that_is_continued_has_the_spares_of_its_preset(there: Path) -> No
     supervisor = Scripted(["--continue", "./my.toml"], [attempt(9, 0, completes=True)])
     assert supervisor.ranks == 3 and supervisor.supervise() == 0
     (told,) = supervisor.told
-    assert told[:2] == ["--resume", "runs/r"] and parse(told).config.run.spares == 1
+    assert told[0] == "--resume=runs/r" and parse(told).config.run.spares == 1
     assert Scripted(["--continue", "./my.toml", "--run.spares", "2"], []).ranks == 4
 
 
@@ -715,11 +715,20 @@ def test_an_earlier_completion_is_not_this_ones(there: Path) -> None:
     assert later.told[0] == later.told[1] == ["--resume", "runs/r", "--total-steps", "9"]
 
 
+def test_a_name_that_begins_with_a_dash_is_passed_on(there: Path) -> None:
+    arguments = ["--continue", "--run.dir=.", "--run.name=-x", "--total-steps", "9"]
+    supervisor = Scripted(arguments, [attempt(5, 137), attempt(9, 0, completes=True)])
+    assert supervisor.supervise() == 0
+    begun, resumed = map(parse, supervisor.told)
+    assert begun.config.run.name == "-x" and resumed.resume == Path("-x")
+    assert parse(Scripted(arguments, []).arguments).resume == Path("-x")
+
+
 def test_the_preset_is_not_given_again(there: Path) -> None:
     (there / "my.toml").write_text("total_steps = 5\n[run]\nname = 'r'\ndir = 'elsewhere'\n")
     supervisor = Scripted(["./my.toml", "--seed", "3"], [attempt(1, 1), attempt(5, 0, completes=True)])
     assert supervisor.supervise() == 0
-    assert supervisor.told[1] == ["--resume", "elsewhere/r", "--seed", "3", "--trust-run"]
+    assert supervisor.told[1] == ["--resume=elsewhere/r", "--seed", "3", "--trust-run"]
     assert parse(supervisor.told[1]).resume == Path("elsewhere/r")
 
 

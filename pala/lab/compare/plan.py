@@ -251,5 +251,6 @@ def options(config: Config, over: Config) -> list[str]:
         if isinstance(value, bool):
             words.append(f"{prefix}{'' if value else 'no-'}{name}")
         else:
-            words += [prefix + name, *map(str, value if isinstance(value, tuple) else [value])]
+            given = [prefix + name, *map(str, value if isinstance(value, tuple) else [value])]
+            words += ["=".join(given)] if isinstance(value, str) and value.startswith("-") else given
     return words
