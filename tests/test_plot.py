@@ -168,6 +168,16 @@ def test_one_run_makes_a_picture(tmp_path: Path) -> None:
     assert path.stat().st_size > 20_000
 
 
+def test_a_line_without_length_has_a_marker(tmp_path: Path) -> None:
+    """That of one episode, and of two that end together with equal returns."""
+    made = [read(make_run(tmp_path / f"{n}", replace(CONFIG, seed=n), episodes=n)) for n in (1, 2)]
+    one, two = (replace(run, steps=0 * run.steps, time_s=0 * run.time_s, reference=None) for run in made)
+    for figure in (_draw_one(one), _draw_many({"one": [one], "two": [two]}), _draw_many({"both": [one, two]})):
+        lines = [line for line in figure.axes[0].lines if len(np.asarray(line.get_xdata()))]
+        assert lines and all(line.get_marker() not in ("", "None") for line in lines)
+        assert all(line.get_markevery() is None for line in lines)
+
+
 def test_the_panel_of_distances_is_for_gossip(tmp_path: Path) -> None:
     gossip = _draw_one(read(make_run(tmp_path / "a")))
     alone = _draw_one(read(make_run(tmp_path / "b", replace(CONFIG, exchange=NONE))))

@@ -20,6 +20,11 @@ class Curve:
     low: np.ndarray  # [P]
     high: np.ndarray  # [P]
 
+    @property
+    def is_point(self) -> bool:
+        """True if the line has no length, as of a run with one episode: only a marker shows it."""
+        return len(set(zip(self.x, self.y, strict=True))) == 1
+
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return the mean of the last `window` values at each of them; of as many as there are at the beginning."""

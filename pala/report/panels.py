@@ -84,7 +84,8 @@ def _draw_lines(panel: Axes, axis: Axis, seconds: float, lines: Sequence[Line]) 
         thin, label = [*(curves if len(curves) > 1 else ()), *cut], verbatim(line.label)
         for number, curve in enumerate(thin):
             name = "" if curves or number else label
-            panel.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=name, **line.look | {"marker": ""})
+            thinly = line.look if curve.is_point else line.look | {"marker": ""}
+            panel.plot(curve.x, curve.y, linewidth=0.6, alpha=0.5, label=name, markersize=4, **thinly)
         if not curves:
             continue
         mean = curves[0]
@@ -94,7 +95,8 @@ def _draw_lines(panel: Axes, axis: Axis, seconds: float, lines: Sequence[Line]) 
             ends = [curve.x[-1] for curve in curves]
             earlier.append(max(ends) - min(ends))
         first = 0.04 * MARKERS.index(line.look["marker"])  # so that the markers of lines do not meet
-        panel.plot(mean.x, mean.y, label=label, markevery=(first, 0.3), markersize=5, **line.look)
+        every = None if mean.is_point else (first, 0.3)
+        panel.plot(mean.x, mean.y, label=label, markevery=every, markersize=5, **line.look)
     low, high = panel.get_xlim()
     if max(earlier) > _EARLIER_END * (high - low):
         panel.set_xlabel(f"{panel.get_xlabel()}\nA mean ends with the shortest of its runs.")

@@ -196,7 +196,7 @@ def _draw_one(run: Run) -> Figure:
 
 
 def _draw_banded(axes: Axes, curve: Curve) -> None:
-    axes.plot(curve.x, curve.y, color=COLOURS[0], label="running mean")
+    axes.plot(curve.x, curve.y, "o" if curve.is_point else "", color=COLOURS[0], label="running mean")
     axes.fill_between(
         curve.x, curve.low, curve.high, color=COLOURS[0], alpha=0.18, linewidth=0, label="interquartile range"
     )
