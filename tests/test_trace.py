@@ -22,7 +22,7 @@ import torch
 import pala
 from pala.comm.tracing import Clock, compare_clocks, open_trace
 from pala.config import Config
-from pala.report import draw_timeline
+from pala.report import draw_timeline, timeline
 from pala.report.draw_timeline import chrome_events, draw, summary, write_chrome
 from pala.report.timeline import RankEvents, Timeline, read
 from pala.system import trace as recorder
@@ -319,6 +319,34 @@ def test_the_newest_events_are_kept_when_there_are_too_many(tmp_path: Path, monk
     assert num_events > len(rank.events) >= 2 * recorder._BUFFERED - 10
     assert rank.events["begin"][-1] - rank.events["begin"][0] == len(rank.events) - 1, "none between is missing"
     assert names_of(rank).keys() == {"part 0", "part 1", "part 2"}
+
+
+@pytest.mark.parametrize("is_missing", [False, True])  # for a moment it is
+def test_a_file_that_is_begun_while_a_timeline_is_read_loses_no_events(
+    is_missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MOST_BYTES", 4 * recorder._BUFFERED * recorder.EVENT.size)
+    trace, files_of, file, aside = begin(tmp_path), timeline._files_of, trace_path(tmp_path, 0), tmp_path / "aside"
+
+    def record(num_events: int) -> None:
+        for second in range(num_events):
+            trace.span("part", float(second), second + 0.5)
+
+    def listed(folder: Path) -> list[Path]:
+        if aside.exists():
+            aside.rename(file)
+        files = files_of(folder)
+        if not earlier(file).exists():
+            record(2 * recorder._BUFFERED)
+            assert earlier(file).exists()
+            if is_missing:
+                file.rename(aside)
+        return files
+
+    record(recorder._BUFFERED)
+    monkeypatch.setattr(timeline, "_files_of", listed)
+    (rank,) = read(tmp_path).ranks
+    assert len(rank.events) > 2 * recorder._BUFFERED - 10
 
 
 @pytest.mark.parametrize("fails", ["at once", "in the midst"])

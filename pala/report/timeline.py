@@ -10,6 +10,7 @@ import math
 import os
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,7 +117,7 @@ class _File(NamedTuple):
 def read(folder: Path) -> Timeline:
     """Read the timeline of a run's newest start that has one, or of a folder that `pala.Gossip` wrote. Raises
     PalaError."""
-    files = [_read_file(path) for path in _files_of(folder)]
+    files = _read_files(folder)
     noon_s = _noon(file.facts for file in files)
     of_ranks: dict[int, list[_File]] = defaultdict(list)
     for file in files:
@@ -129,6 +130,20 @@ def read(folder: Path) -> Timeline:
     ranks = [_joined(of_ranks[rank], begin_s) for rank in sorted(of_ranks)]
     end_s = max(float(rank.events["end"].max()) for rank in ranks if len(rank.events))
     return Timeline(ranks, match(ranks), 0.0, end_s)
+
+
+def _read_files(folder: Path) -> list[_File]:
+    """Read the files of a timeline; once more if a rank that still trains has begun a new file meanwhile. Raises
+    PalaError."""
+    files: list[_File] = []
+    for _ in range(2):
+        with suppress(FileNotFoundError):
+            paths = _files_of(folder)
+            begun = [path.stat().st_ino for path in paths]
+            files = [_read_file(path) for path in paths]
+            if [path.stat().st_ino for path in _files_of(folder)] == begun:
+                break
+    return files
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -152,11 +167,13 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> _File:
-    """Read a file up to its last whole event. Raises PalaError if it is no timeline."""
+    """Read a file up to its last whole event. Raises FileNotFoundError, and PalaError if it is no timeline."""
     try:
         with open_to_read(path) as file:
             line = file.readline(_LONGEST_LINE)
             data = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise
     except (OSError, MemoryError) as error:
         raise PalaError(f"'{path}' cannot be read: {reason(error)}.") from None
     facts = _facts_of(line)
