@@ -16,6 +16,7 @@ from pala.envs.vector import Envs
 from pala.exchange.budget import Stop
 from pala.gorila.agent import GorilaAgent, build
 from pala.gorila.exchange import GorilaExchange
+from pala.gorila.node import Node
 from pala.gorila.sleeping import SleepingGorila
 from pala.system.errors import EndError, PalaError
 from pala.testing.faults import fail_at, fail_at_message
@@ -236,6 +237,16 @@ def test_when_training_ends_while_a_spare_wakes_up_it_ends_with_the_others(
     assert wakes_up.is_set()
     assert job.ended_well(but_for=[1, 2]) and job.results[2].status == "spared"
     assert ranks_in(job, "lost_ranks") == [1] and "joined_ranks" not in job.segment
+
+
+def test_a_spare_whose_model_has_not_come_when_training_ends_takes_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Node, "has_model", False)
+    job = train(3, with_spares(tmp_path, 1, steps=500), [fail_at(1, 5)])
+    assert job.ended_well(but_for=[1, 2]) and job.results[2].status == "spared"
+    assert "takes the place" not in capsys.readouterr().err
+    assert train(3, replace(job.config, total_steps=700), resume=job.run).ended_well(but_for=[2])
 
 
 def test_a_death_in_the_last_moment_needs_no_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,14 +95,16 @@ class GorilaExchange(Exchange, Receiver):
             self._members.send_stop()
 
     def join(self, flat: Tensor, target: Tensor) -> bool:
-        """Train from now on, as a spare that has slept; wait for the model, and copy it. False if training ended
-        before. Not collective."""
+        """Train from now on, as a spare that has slept; wait for the model, and copy it. False if training ends before
+        it comes. Not collective."""
         with self._changed:
             if self._node.budget.stop is not Stop.NONE:
                 return False
             self._node.join()
         self._wait_until(lambda: self._node.has_model)
         with self._changed:
+            if not self._node.has_model:
+                return False
             self._node.take_target(target)
             self._node.take_parameters(flat)
         return True
