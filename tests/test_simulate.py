@@ -80,6 +80,13 @@ def test_all_wait_for_a_straggler_by_allreduce_and_nobody_by_gossip() -> None:
         assert 0.95 * others < prediction.steps_per_s < 64 * COSTS.steps_per_s
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_prediction_lasts_as_long_as_the_updates_of_a_rank_that_is_not_slow(ranks: int) -> None:
+    cluster = GossipCluster(Cluster(ranks, straggler=4.0, **INFINITE), FREE, "ring", 1)
+    played(cluster, 2, 8)
+    assert cluster.now == pytest.approx(8 * FREE.update_s * (4 if ranks == 1 else 1))
+
+
 def test_who_must_mix_after_each_update_waits_for_the_straggler() -> None:
     """A ring with staleness 0 goes round at the slow rank's pace."""
     cluster = Cluster(8, straggler=4.0, **INFINITE)

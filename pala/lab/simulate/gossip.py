@@ -282,7 +282,7 @@ def predict_gossip(topology: str, cluster: Cluster, costs: Costs, seed: int) -> 
 def measured(cluster: GossipCluster, warm_up_updates: int, updates: int) -> Prediction:
     """Play until a rank that never waits has made `updates`, and return what those after the warm-up show."""
     num_ranks = len(cluster.ranks)
-    update_s = cluster.costs.update_s * sorted(cluster.slowness)[num_ranks // 2]
+    update_s = cluster.costs.update_s * sorted(cluster.slowness)[(num_ranks - 1) // 2]
     begin_s, duration_s = warm_up_updates * update_s, (updates - warm_up_updates) * update_s
     cluster.play_until(begin_s)
     before = _counts(cluster)
