@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pala.comm.reach import peers_of, shared_address
+from pala.comm.reach import Told, peers_of, shared_address
 from pala.system.text import named
 from support.helpers import CARTPOLE
 from support.mpi import Launcher, assert_all_end
@@ -20,18 +20,22 @@ from support.standing_ranks import StandingRanks
 from virtual_hosts import VirtualHosts
 
 
-def test_an_address_that_two_hosts_have_is_named_with_its_network() -> None:
-    told = {"a": {"eth0": "10.0.0.1", "docker0": "172.17.0.1"}, "b": {"eth0": "10.0.0.2", "docker0": "172.17.0.1"}}
+def test_an_address_that_two_hosts_have_is_named_with_its_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = {"eth0": "10.0.0.1", "docker0": "172.17.0.1"}, {"eth0": "10.0.0.2", "docker0": "172.17.0.1"}
+    told = [Told("a", a), Told("b", b)]
     message = shared_address(told)
     assert "hosts a and b both have the address 172.17.0.1 (docker0)" in message
     assert "OMPI_MCA_btl_tcp_if_exclude=lo,docker0" in message
-    told["b"]["docker0"] = "172.18.0.1"
+    with monkeypatch.context() as patch:
+        patch.setenv("OMPI_MCA_btl_tcp_if_include", "eth0")
+        assert shared_address(told) == ""
+    b["docker0"] = "172.18.0.1"
     assert shared_address(told) == ""
 
 
 def test_all_networks_that_hosts_share_are_left_out() -> None:
     networks = {"docker0": "172.17.0.1", "virbr0": "192.168.122.1"}
-    message = shared_address({"a": networks, "b": networks | {"virbr0": "192.168.122.1"}, "c": {"eth0": "10.0.0.3"}})
+    message = shared_address([Told("a", networks), Told("b", networks), None, Told("c", {"eth0": "10.0.0.3"})])
     assert "and 1 more" in message and "lo,docker0,virbr0" in message
 
 
@@ -79,6 +83,24 @@ def test_who_waits_for_long_says_for_whom(mpi: Launcher, tmp_path: Path) -> None
     assert job.status == 0, job.output
     said = [re.sub(r"\d+ s", "some s", line) for line in job.output.splitlines() if "has waited" in line]
     assert said == ["[rank 0] has waited some s for rank 2.", "[rank 1] has waited some s for rank 0."]
+
+
+LATE = """
+import time
+import pala.comm.reach as reach
+from pala.comm.mpi_process import start_mpi
+comm = start_mpi()
+comm.barrier()
+reach._ASK_S, reach._LIMIT_S = 0.2, 0.5
+time.sleep(2.0 * comm.rank)
+reach.check_reach(comm)
+"""
+
+
+@pytest.mark.mpi
+def test_a_rank_that_comes_late_is_not_taken_for_out_of_reach(any_mpi: Launcher, tmp_path: Path) -> None:
+    job = any_mpi.script(2, LATE, tmp_path)
+    assert job.status == 0 and "[rank 0] has waited 1 s for rank 1." in job.output, job.output
 
 
 def count_on(comm: Any) -> tuple[int, int]:

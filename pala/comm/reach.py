@@ -9,18 +9,20 @@ has connections of its own.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpi4py import MPI
 
 from pala.system.errors import EndError
 from pala.system.interrupt import Interrupt
 from pala.system.output import log
+from pala.system.text import named
 from pala.system.waiting import LongWait, wait_asleep
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ _SHORT_BYTES, _NUM_SHORT = 8, 8  # Open MPI takes networks in turn: more message
 _LONG_BYTES = 2**20  # is cut, and sent over all at once
 _MOST_PEERS = 16  # hosts that a host tries
 _NAME_BYTES = 64
+_CHOSEN = {"OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"}  # networks, by the user
 _GET_FLAGS, _GET_ADDRESS, _UP = 0x8913, 0x8915, 1  # netdevice(7)
 
 
@@ -88,20 +91,25 @@ def _exchange(comm: MpiCommunicator, peers: Sequence[int], hosts: Sequence[str])
 
 
 def _wait(comm: MpiCommunicator, done: Callable[[], bool], whom: Callable[[], str]) -> None:
-    """Wait asleep. Raises EndError after a minute, or earlier if the reason is found."""
-    wait, has_asked = LongWait(), False
+    """Wait asleep. Raises EndError a minute after all ranks have come to the check, or earlier if the reason is found.
+    Ranks that have started MPI themselves may come late."""
+    wait, ask_s, limit_s = LongWait(), _ASK_S, _LIMIT_S
 
     def is_over() -> bool:
-        nonlocal has_asked
+        nonlocal ask_s, limit_s
         if done():
             return True
-        if wait.took_s > _ASK_S and not has_asked:
-            has_asked = True
-            if comm.rank == 0 and (fault := shared_address(_published(comm))):
-                raise EndError(fault)
+        if wait.took_s > ask_s:
+            ask_s = math.inf
             log(f"[rank {comm.rank}] has waited {wait.took_s:.0f} s for {whom()}.")
-        if wait.took_s > _LIMIT_S:
-            raise EndError(_not_reached(comm, whom()))
+            if comm.rank == 0 and not _late(told := _published(comm)) and (fault := shared_address(told)):
+                raise EndError(fault)
+        if wait.took_s > limit_s:
+            if late := _late(_published(comm)):
+                log(f"[rank {comm.rank}] has waited {wait.took_s:.0f} s for {named(late)}.")
+                limit_s = wait.took_s + _LIMIT_S
+            else:
+                raise EndError(_not_reached(comm, whom()))
         return False
 
     wait_asleep(is_over, None, Interrupt(), wait=wait)
@@ -134,13 +142,22 @@ def addresses() -> dict[str, str]:
     return found
 
 
-def shared_address(by_host: Mapping[str, Mapping[str, str]]) -> str:
-    """Return an error message about an address that two hosts have, empty if there is none. `by_host`: addresses of
-    each host by the names of their networks."""
+class Told(NamedTuple):
+    """What a rank has told through the launcher."""
+
+    host: str
+    networks: Mapping[str, str]  # its host's addresses, by the names of its networks
+
+
+def shared_address(told: Sequence[Told | None]) -> str:
+    """Return an error message about an address that two hosts have; empty if there is none, or if the user has chosen
+    the networks. `told`: by rank."""
+    if not _CHOSEN.isdisjoint(os.environ):
+        return ""
     owners: dict[str, dict[str, str]] = {}
-    for host, networks in by_host.items():
-        for name, address in networks.items():
-            owners.setdefault(address, {}).setdefault(host, name)
+    for of_rank in filter(None, told):
+        for name, address in of_rank.networks.items():
+            owners.setdefault(address, {}).setdefault(of_rank.host, name)
     shared = {address: names for address, names in owners.items() if len(names) > 1}
     if not shared:
         return ""
@@ -168,15 +185,18 @@ def _publish(comm: MpiCommunicator) -> None:
         MPI.Publish_name(_name(comm.rank), told[: MPI.MAX_PORT_NAME - 1])
 
 
-def _published(comm: MpiCommunicator) -> dict[str, dict[str, str]]:
-    """Return the addresses that ranks have told, by host."""
-    found: dict[str, dict[str, str]] = {}
+def _published(comm: MpiCommunicator) -> list[Told | None]:
+    """Return what each rank has told; None of one that has not come yet. Empty without Open MPI."""
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
-        return found
+        return []
+    found: list[Told | None] = [None] * comm.size
     for rank in range(comm.size):
         with suppress(MPI.Exception):
             host, *networks = MPI.Lookup_name(_name(rank)).split(" ")
-            for network in networks:
-                name, _, address = network.partition("=")
-                found.setdefault(host, {})[name] = address
+            found[rank] = Told(host, dict(network.split("=", 1) for network in networks if "=" in network))
     return found
+
+
+def _late(told: Sequence[Told | None]) -> list[int]:
+    """Return the ranks that have not come yet; none if no rank could tell anything."""
+    return [rank for rank, of_rank in enumerate(told) if of_rank is None] if any(told) else []
