@@ -27,12 +27,12 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for one rank, which then leaves
 
 import argparse
-import os
+import contextlib
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -40,7 +40,7 @@ from types import FrameType
 from pala.config import to_table
 from pala.run import run_folder
 from pala.run.attempt import GENTLY, Attempt, say
-from pala.run.lock import SupervisedError, supervised, who_trains
+from pala.run.lock import SupervisedError, cannot_be_made, supervised, who_trains
 from pala.system.command_line import exit_on_mistake
 from pala.system.errors import PalaError, reason
 from pala.system.files import dated
@@ -56,6 +56,7 @@ from pala.train import Command, parse
 
 _LONGEST_PAUSE_S = 300.0
 _LEFT_OVER_S = 150.0  # for ranks to end after their mpirun; NFS often holds a dead host's lock for 90 s
+_LOCK_S = 10.0  # between two tries to lock a run
 _FUTILE_RESTARTS = 2
 _MOST_RANKS = 100_000
 
@@ -112,15 +113,22 @@ class Supervisor:
     def supervise(self) -> int:
         """Supervise the run to its end. Returns the exit status. Raises PalaError if another supervises it."""
         refuse_another_pala()
-        first, number = self.run, 1
+        first, number, deadline = self.run, 1, time.monotonic() + _LEFT_OVER_S
         while True:
             try:
                 with supervised(self.run):
-                    if self._is_named or not os.path.exists(self.run):  # noqa: PTH110  Path's may raise
+                    if self._is_named:
                         return self._supervise()
-            except SupervisedError:
+                    with _made(self.run) as is_new:
+                        if is_new:
+                            return self._supervise()
+            except SupervisedError as error:
                 if self._is_named:
-                    raise
+                    if not self._continues or error.is_here or time.monotonic() > deadline:
+                        raise
+                    say(f"waits, as the lock of a dead host's supervisor may be kept for a while: {error}")
+                    nap(_LOCK_S)
+                    continue
             number += 1
             self.run = first.with_name(f"{first.name}-{number}")
 
@@ -326,6 +334,24 @@ class Supervisor:
             go_on = "give the same command again"
         say(f"gives up on run '{self.run}': {why}. When the cause is mended, {go_on}.")
         return 1
+
+
+@contextlib.contextmanager
+def _made(run: Path) -> Iterator[bool]:
+    """Make the folder of a run whose name is not the user's, and delete it in the end if nothing was put there. False
+    if it is there: another process has made it, which no lock tells where there are none. Raises PalaError."""
+    try:
+        run.mkdir()
+    except FileExistsError:
+        yield False
+        return
+    except OSError as error:
+        raise cannot_be_made(run, reason(error)) from None
+    try:
+        yield True
+    finally:
+        with contextlib.suppress(OSError):
+            run.rmdir()
 
 
 def survivable(mpirun: str) -> list[str]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from pala.config import Config, EnvConfig, load_preset
 from pala.run import attempt as one_job
 from pala.run import checkpoint, end_watch, run_folder
 from pala.run.attempt import Arrivals, Attempt
-from pala.run.lock import lock_folder, supervised
+from pala.run.lock import SupervisedError, lock_folder, supervised
 from pala.supervise import Supervisor, read_options, survivable, without_preset
 from pala.system import jobs, waiting
 from pala.system.errors import PalaError
@@ -425,10 +425,31 @@ def test_a_second_supervisor_is_refused(there: Path, arguments: list[str]) -> No
     assert not list(there.glob("runs/.*")), "what kept the other away is left"
 
 
+def test_a_lock_of_another_host_is_waited_for(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system may keep a dead host's for a while. Without `--continue` that is left to the user."""
+    monkeypatch.setattr(supervise, "_LOCK_S", 0.0)
+    refusals = [SupervisedError(Path("runs/r"), "process 1 on a-dead-host, since then")] * 2
+
+    @contextmanager
+    def kept(run: Path) -> Iterator[None]:
+        if refusals:
+            raise refusals.pop()
+        yield
+
+    monkeypatch.setattr(supervise, "supervised", kept)
+    assert Scripted(["--continue", "--run.name", "r"], [attempt(9, 0, completes=True)]).supervise() == 0
+    refusals.append(SupervisedError(Path("runs/s"), "process 1 on a-dead-host, since then"))
+    with pytest.raises(SupervisedError):
+        Scripted(["--run.name", "s"], []).supervise()
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
 def test_runs_without_a_name_that_begin_in_the_same_second_are_not_one(
-    there: Path, monkeypatch: pytest.MonkeyPatch
+    there: Path, has_locks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a loop over seeds starts them."""
+    if not has_locks:
+        monkeypatch.setattr(supervise, "supervised", nullcontext)
     monkeypatch.setattr(supervise.time, "strftime", lambda _: "now")
     first, second, third = (Scripted(["pong", "--seed", seed], [attempt(9, 0, completes=True)]) for seed in "123")
 

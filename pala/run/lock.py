@@ -65,7 +65,14 @@ def cannot_be_made(path: Path, why: str) -> PalaError:
 
 
 class SupervisedError(PalaError):
-    """Another supervisor works on the run."""
+    """Another supervisor works on the run: on this host, or perhaps on one that is dead."""
+
+    def __init__(self, run: Path, holder: str) -> None:
+        super().__init__(
+            f"Another supervisor works on run '{run}' ({holder}). Wait for its end or stop it, then give this command "
+            "again."
+        )
+        self.is_here = f" on {platform.node()}, since" in holder
 
 
 @contextlib.contextmanager
@@ -80,10 +87,7 @@ def supervised(run: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _locked_file(path)
     except BlockingIOError:
-        raise SupervisedError(
-            f"Another supervisor works on run '{run}' ({_holder(path)}). Wait for its end or stop it, then give this "
-            "command again."
-        ) from None
+        raise SupervisedError(run, _holder(path)) from None
     except OSError as error:
         # A fault of the lock, as where there are none, names no file.
         if error.filename is not None and not os.path.lexists(folder):
