@@ -164,7 +164,7 @@ class Exchange(abc.ABC):
         """End the exchange: nothing is in flight after it, and all ranks agree on why training ended. Collective.
 
         From here on `state` and `global_steps` are exact. Raises EndError when peers do not close within
-        `timeout_s` seconds, or 10 s after a signal.
+        `timeout_s` seconds, or 30 s after a signal.
         """
 
     def abandon(self) -> None:  # noqa: B027  some have no transport

@@ -11,7 +11,7 @@ from pala.system.interrupt import Interrupt
 from pala.system.output import log
 from pala.system.text import named
 
-_PATIENCE_AFTER_SIGNAL_S = 10.0
+_PATIENCE_AFTER_SIGNAL_S = 30.0  # after it Slurm kills; ranks may save at unlike speeds meanwhile
 _NAP_S = 0.2
 _COMPLAIN_AFTER_S = 60.0
 TELL_S, SAY_S = 2.0, 20.0
@@ -121,8 +121,8 @@ def wait_asleep(
             raise EndError(wait.fault(timeout_s))
         if signalled_s is not None and wait.took_s > signalled_s + _PATIENCE_AFTER_SIGNAL_S:
             raise EndError(
-                "The other ranks did not end within 10 s of the signal; a run that is not complete continues from its "
-                "newest checkpoint."
+                f"The other ranks did not end within {_PATIENCE_AFTER_SIGNAL_S:.0f} s of the signal; a run that is not "
+                "complete continues from its newest checkpoint."
             )
         sleep(sleep_s)
         sleep_s = min(2 * sleep_s, longest_sleep_s)
