@@ -54,7 +54,7 @@ def share(comm: Communicator, num_bytes: int, among: Sequence[int]) -> MappedFil
         if not fault:
             try:
                 block = MappedFile(made, num_bytes)
-            except FileNotFoundError as error:
+            except (FileNotFoundError, PermissionError) as error:
                 fault = (
                     f"this rank does not see rank {first}'s {made.path} ({reason(error)}), though both are on host "
                     f"{comm.host}: they are in containers apart. Start all ranks of a host in one"
