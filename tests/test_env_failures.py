@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Dict, Discrete
 
 from pala.config import EnvConfig
 from pala.envs import processes as processes_module
@@ -167,6 +168,7 @@ def gives(index: int, value: Any) -> Callable[[Plain, list], Any]:
         (exits, "'step' raised SystemExit: 3"),
         (gives(1, math.nan), "'step' returned a reward that is not finite: nan"),
         (gives(1, -math.inf), "'step' returned a reward that is not finite: -inf"),
+        (gives(1, 1e39), "'step' returned a reward that is not finite: 1e\\+39"),  # in float32
         (gives(0, np.array([0, np.nan], np.float32)), "'step' returned an observation that is not finite"),
         (gives(0, np.zeros(3, np.float32)), r"expected an observation of shape \(2,\) and type float32, but got"),
         (gives(1, None), "expected a reward that is one number, but got None"),
@@ -188,6 +190,29 @@ def test_a_step_in_which_an_environment_fails_ends_nothing_and_its_episode_is_le
     said = capsys.readouterr().err
     assert "Environment 1 ('Failing') has failed: " in said and "It is made again" in said
     assert re.search(text, said)
+
+
+class Grows(gymnasium.Env):
+    """An environment of which a part of an observation has another shape in the third step."""
+
+    observation_space = Dict({"a": Box(-1, 1, (2,), np.float32), "b": Discrete(3)})
+    action_space = Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return {"a": np.zeros(2, np.float32), "b": 0}, {}
+
+    def step(self, action):
+        self.steps += 1
+        return {"a": np.zeros(5 if self.steps == 3 else 2, np.float32), "b": 1}, 1.0, self.steps == 9, False, {}
+
+
+def test_a_part_of_an_observation_that_changes_its_shape_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_envs(EnvConfig(num_envs=2), make_env=Grows) as envs:
+        steps = play(envs, 4)
+    assert [step.failed.tolist() for step in steps] == [[k == 2] * 2 for k in range(4)]
+    assert "'step' returned an observation of 8 numbers, where its space has 5" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -39,6 +39,8 @@ from pala.envs.masks import KEY, MaskReader, an_action, missing
 from pala.envs.spaces import Inputs, inputs_of
 from pala.system.errors import PalaError
 
+_MOST = float(np.finfo(np.float32).max)  # which rewards and observations become
+
 
 class Factory:
     """Makes environments whose observations are what the network gets; knows what the first one is called."""
@@ -175,8 +177,7 @@ class Renewed(gymnasium.Wrapper):
     def _reset(self, seed: int | None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observation, info = self.env.reset(seed=seed, options=options)
         masks = self._masks.read(info)
-        if self._is_float:
-            _check_finite("reset", observation)
+        self._check_observation("reset", observation)
         return observation, masks
 
     def _step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -186,11 +187,19 @@ class Renewed(gymnasium.Wrapper):
             told: dict[str, Any] = {key: _number(key, info) for key in self._factory.episode_info}
         else:
             told = self._masks.read(info)
-        if not math.isfinite(reward):
+        if not abs(float(reward)) <= _MOST:
             raise EnvFaultError(f"'step' returned a reward that is not finite: {reward}")
-        if self._is_float:
-            _check_finite("step", observation)
+        self._check_observation("step", observation)
         return (np.array(observation) if truncated else observation), reward, terminated, truncated, told
+
+    def _check_observation(self, what: str, observation: Any) -> None:
+        if np.shape(observation) != self.observation_space.shape:
+            raise EnvFaultError(
+                f"'{what}' returned an observation of {np.size(observation)} numbers, where its space has "
+                f"{math.prod(self.observation_space.shape or ())}"
+            )
+        if self._is_float:
+            _check_finite(what, observation)
 
     def _renew(self, failure: Failure) -> tuple[Any, dict[str, Any]]:
         """Return the first observation of a new environment, and the failures until there was one."""
@@ -222,7 +231,7 @@ def _number(key: str, info: dict[str, Any]) -> float:
 
 
 def _check_finite(what: str, observation: Any) -> None:
-    if math.isfinite(np.vdot(observation, observation)):  # a microsecond; where that overflows, the next line tells
+    if np.vdot(observation, observation) <= _MOST:  # a microsecond; where that overflows, the next line tells
         return
-    if not np.isfinite(observation).all():
+    if not (np.abs(observation) <= _MOST).all():
         raise EnvFaultError(f"'{what}' returned an observation that is not finite")
