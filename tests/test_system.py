@@ -341,12 +341,15 @@ def test_a_forked_child_of_a_program_ends_as_it_would() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_forked_child_ends_as_if_nothing_was_caught(number: signal.Signals) -> None:
-    """As an environment's, which looks at no `Interrupt`. mpirun sends it SIGUSR1 as well, which is for the rank."""
+    """As an environment's, which looks at no `Interrupt`. SIGUSR1, which mpirun sends it as well, and the first ^C are
+    for the rank."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest's may be ignored
     try:
         with Interrupt().installed() as outer, Interrupt().installed() as interrupt, interrupt.raised_at_once():
             child = os.fork()
             if child == 0:
+                if number == signal.SIGINT:
+                    signal.raise_signal(number)
                 try:
                     signal.raise_signal(number)
                 except KeyboardInterrupt:
@@ -517,7 +520,7 @@ def test_who_was_stopped_goes_on_waiting(signalled, monkeypatch):
     waiting.wait_asleep(lambda: clock_s[0] > 3602, 300, interrupt, sleep=sleep)
     with pytest.raises(EndError):
         waiting.wait_asleep(lambda: False, 300, interrupt, sleep=sleep)
-    assert clock_s[0] - 3602 < (15 if signalled else 305)  # but not forever
+    assert clock_s[0] - 3602 < (35 if signalled else 305)  # but not forever
 
 
 def test_a_table_lines_up() -> None:

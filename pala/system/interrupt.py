@@ -14,6 +14,7 @@ from typing import Any
 from pala.system.output import log
 
 _SECOND_S = 5.0  # after the first ^C another one does not wait for training to end
+_told_forks: set[int] = set()  # processes, of which this may be one, that were sent ^C
 LEAVE = signal.SIGUSR2  # asks a rank to leave a job that continues
 
 
@@ -41,7 +42,11 @@ class Interrupt:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if os.getpid() != self._owner:  # a fork, as an environment's, which does not look at `signal`
-            if number not in (signal.SIGUSR1, LEAVE):  # mpirun sends a rank's forks what it passes on to the rank
+            # mpirun sends a rank's forks what it passes on to the rank. A first ^C is for the rank, which ends them: a
+            # DataLoader's would else die under its batch.
+            if number == signal.SIGINT and os.getpid() not in _told_forks:
+                _told_forks.add(os.getpid())
+            elif number not in (signal.SIGUSR1, LEAVE):
                 signal.signal(number, self._before[signal.Signals(number)])
                 signal.raise_signal(number)
             return
