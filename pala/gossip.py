@@ -192,6 +192,8 @@ class Gossip:
         self._start = _start_of(comm.size, states)
         _share_model(comm, flat, [state is not None for state in states])
         flat.scatter()
+        if self._module is not None:
+            _share_buffers(comm, self._module)
         if self._settings.run.trace:
             from pala.comm.tracing import begin_trace
 
@@ -249,7 +251,9 @@ class Gossip:
             steps = f"{exchange.global_steps:,} of {self._settings.total_steps:,} steps"
             log(f"[rank {self.rank}] left the block after {steps}, which ends training on all ranks.")
         if not self._has_ended:
-            self._meet(exchange, _CLOSE_S, "the end of the block")
+            # Without a limit, as at the script's end: a rank may evaluate for long before it looks at `goes_on`.
+            self._meet(exchange, None, "the end of the block")
+        self._flat.check()
         self._flat.data.copy_(exchange.final_parameters(_CLOSE_S))
         self._flat.scatter()
         self._take_note(exchange)
@@ -268,6 +272,7 @@ class Gossip:
         """Average with all living ranks; False if training has ended on any of them. Collective. `where`: as for
         `GossipExchange.average`."""
         assert self._flat is not None
+        self._flat.check()
         self._flat.gather()
         self._has_ended = not exchange.average(timeout_s, where)
         self._flat.scatter()
@@ -432,8 +437,10 @@ class Gossip:
     @property
     def global_steps(self) -> int:
         """Steps of all ranks together, as far as this rank knows; exact after the block."""
-        alone = self._start.global_steps + self._local_steps
-        return alone if self._exchange is None else self._exchange.global_steps
+        if self._exchange is not None:
+            return self._exchange.global_steps
+        before = (self._loaded or {}).get("global_steps", 0) if self._flat is None else self._start.global_steps
+        return int(before) + self._local_steps
 
     @property
     def signal(self) -> Signals | None:
@@ -528,6 +535,20 @@ def _start_of(size: int, states: Sequence[State]) -> ExchangeState:
     loaded = [state for state in states if state is not None]
     steps = max((state["global_steps"] for state in loaded), default=0)
     return ExchangeState([0] * size, steps, max((state["round"] for state in loaded), default=0))
+
+
+def _share_buffers(comm: Communicator, module: nn.Module) -> None:
+    """Give all ranks rank 0's values of the buffers that do not travel, such as a random permutation. One that has
+    another shape or type here is left alone. Collective."""
+    travel = {id(buffer) for _, buffer in named_tensors(module)[1]}
+    others = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in travel}
+    firsts = comm.bcast({name: buffer.detach().cpu() for name, buffer in others.items()} if comm.rank == 0 else {})
+    for name, own in others.items():
+        first = firsts.get(name)
+        if first is not None and (first.shape, first.dtype) == (own.shape, own.dtype):
+            first = first.to(own.device)
+            if not torch.equal(first, own):
+                own.detach().copy_(first)
 
 
 def _share_model(comm: Communicator, flat: FlatTensors, has_loaded: Sequence[bool]) -> None:

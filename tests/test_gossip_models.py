@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pala import gossip as gossip_module
 from pala.comm.threaded import TICK_S
 from pala.exchange.base import average_of_ranks
 from pala.exchange.flat import FlatTensors, named_tensors
@@ -266,6 +268,92 @@ def test_variances_stay_above_zero() -> None:
         return lowest
 
     assert min(on_ranks(2, main)) > 0
+
+
+def test_an_optimiser_from_before_the_block_fits_tensors_of_any_layout() -> None:
+    """Fused kernels pair a tensor's numbers with the optimiser's by their order in memory."""
+
+    def trained(inside: bool) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+        model.weight = nn.Parameter(torch.rand(3, 4).t())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+        inputs = torch.randn(8, 3)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+
+        step()
+        with Gossip(model, total_steps=3) if inside else nullcontext() as gossip:
+            for _ in range(3):
+                step()
+                if gossip is not None:
+                    gossip.after_update(steps=1)
+        return model.weight.detach().clone()
+
+    assert torch.allclose(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("compression", ["none", "top_k"])
+def test_torchs_default_type_does_not_matter(default: torch.dtype, compression: str) -> None:
+    def main(comm: MemoryCommunicator) -> torch.dtype:
+        model = zeros().float()
+        train(comm, total_steps=40, model=model, compression=compression)
+        return model.get_parameter("weight").dtype
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert on_ranks(2, main) == [torch.float32] * 2
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_buffers_that_do_not_travel_begin_as_rank_0s() -> None:
+    def main(comm: MemoryCommunicator) -> tuple[list[int], list[float], list[float]]:
+        model = zeros()
+        model.register_buffer("order", torch.randperm(5, generator=torch.Generator().manual_seed(comm.rank)))
+        model.register_buffer("mask", torch.full((2,), float(comm.rank)).to(torch.bfloat16), persistent=False)
+        model.register_buffer("own", torch.full((1 + comm.rank,), float(comm.rank)), persistent=False)
+        train(comm, total_steps=20, model=model)
+        return [model.get_buffer(name).tolist() for name in ("order", "mask", "own")]  # type: ignore[return-value]
+
+    first, second = on_ranks(2, main)
+    assert first[:2] == second[:2] and (first[2], second[2]) == ([0.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_tensor_that_is_replaced_is_seen_before_an_average(at_the_end: bool) -> None:
+    def main(comm: MemoryCommunicator) -> None:
+        model = zeros()
+        with Gossip(model, total_steps=10**6, comm=comm) as gossip:
+            gossip.after_update(steps=1)
+            model.load_state_dict(zeros().state_dict(), assign=True)
+            if not at_the_end:
+                gossip.average()
+
+    with pytest.raises(PalaError, match="'weight' of the model was added, removed or replaced"):
+        on_ranks(2, main)
+
+
+def test_the_end_of_the_block_waits_for_a_rank_that_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gossip_module, "_CLOSE_S", 0.2)
+
+    def main(comm: MemoryCommunicator) -> float:
+        model = zeros()
+        with Gossip(model, total_steps=40, comm=comm) as gossip:
+            while gossip.goes_on:
+                add(model)
+                gossip.after_update(steps=1)
+                if comm.rank == 0:
+                    time.sleep(1.0)  # as an evaluation
+        return float(model.get_parameter("bias").detach()[0])
+
+    first, second = on_ranks(2, main)
+    assert first == second > 0
 
 
 def test_an_average_that_meets_the_end() -> None:

@@ -143,7 +143,7 @@ def addresses() -> dict[str, str]:
 
 
 class Told(NamedTuple):
-    """What a rank has told through the launcher."""
+    """A rank's message through the launcher."""
 
     host: str
     networks: Mapping[str, str]  # its host's addresses, by the names of its networks

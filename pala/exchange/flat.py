@@ -86,16 +86,16 @@ class FlatTensors:
         whose tensors they are."""
         named = [*parameters, *buffers]
         self.num_exact = sum(buffer.numel() for _, buffer in buffers)
-        self.signature = signature_of(named)
-        self.data = torch.empty(sum(tensor.numel() for _, tensor in named), device=named[0][1].device)
+        self.signature = signature_of([(name + _order(tensor), tensor) for name, tensor in named])
+        numbers = sum(tensor.numel() for _, tensor in named)
+        self.data = torch.empty(numbers, dtype=torch.float32, device=named[0][1].device)
         self._views: list[tuple[str, Tensor, Tensor]] = []
         self._copied: list[tuple[str, Tensor, Tensor]] = []  # and where the vector has them
         self._tables = _tables(owner, {id(buffer) for _, buffer in buffers})
         offset = 0
         for name, tensor in named:
             part = self.data[offset : offset + tensor.numel()]
-            is_channels_last = tensor.dim() == 4 and tensor.stride(1) == 1 and tensor.size(1) > 1
-            view = shaped(part, tensor.shape, is_channels_last)
+            view = part.as_strided(tensor.shape, tensor.stride()) if _is_dense(tensor) else part.view(tensor.shape)
             view.copy_(tensor.detach())
             is_shared = tensor.device.type == "cpu" and tensor.is_shared()
             if tensor.dtype is torch.float32 and not is_shared:
@@ -151,6 +151,23 @@ class FlatTensors:
         return next((name for name, _, inside in named if not bool(inside.isfinite().all())), "")
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor's numbers lie side by side, each once, in whatever order of its dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _order(tensor: Tensor) -> str:
+    """Return in which order a tensor's numbers lie in the vector; "" if as usual. Optimisers keep that order."""
+    return "" if tensor.is_contiguous() or not _is_dense(tensor) else str(tensor.stride())
+
+
 def _tables(owner: nn.Module | None, buffers: set[int]) -> list[tuple[str, dict[str, Any], dict[str, Any], bool]]:
     """Return each module's tables of parameters, modules and buffers: the path to it, the table itself, what it must
     hold (of buffers only these, by `id`), and whether it may hold no more."""
@@ -170,14 +187,6 @@ def _replaced(name: str) -> PalaError:
         "it would not be exchanged. Change tensors in place, `with torch.no_grad(): parameter.copy_(...)`, or end the "
         "block and begin another."
     )
-
-
-def shaped(flat: Tensor, shape: torch.Size, is_channels_last: bool) -> Tensor:
-    """Return a part of a flat vector in this shape; an image's weights, if asked for, in channels-last order."""
-    if is_channels_last:
-        out, channels, height, width = shape
-        return flat.view(out, height, width, channels).permute(0, 3, 1, 2)
-    return flat.view(shape)
 
 
 def is_finite(vector: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pala.config import EnvConfig, NetworkConfig
 from pala.envs.spaces import LEAST_SIDE, Joined, has_images, image_scale, is_bounded, vector_size
-from pala.exchange.flat import checksum, shaped, signature_of
+from pala.exchange.flat import checksum, signature_of
 from pala.networks.distributions import Distribution, distribution_of
 from pala.networks.moments import Moments
 from pala.system.errors import PalaError
@@ -305,8 +305,12 @@ class FlatParameters:
     def _take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return the next views of `data`, filled with this tensor, and of `gradient`."""
         begin, self._offset = self._offset, self._offset + tensor.numel()
-        is_image, end = tensor.dim() == 4, self._offset
-        data, gradient = (shaped(flat[begin:end], tensor.shape, is_image) for flat in (self.data, self.gradient))
+        parts = self.data[begin : self._offset], self.gradient[begin : self._offset]
+        if tensor.dim() == 4:  # an image's weights: channels last
+            out, channels, height, width = tensor.shape
+            data, gradient = (part.view(out, height, width, channels).permute(0, 3, 1, 2) for part in parts)
+        else:
+            data, gradient = (part.view(tensor.shape) for part in parts)
         data.copy_(tensor)
         return data, gradient
 

@@ -146,7 +146,7 @@ class Float32(Codec):
     def __init__(self, parameters: Tensor) -> None:
         size = parameters.numel() * self.dtype.itemsize
         self.sizes = {self.format: range(size, size + 1)}
-        self._staged, self._sum = torch.empty(0), torch.empty(0)
+        self._staged, self._sum = (torch.empty(0, dtype=torch.float32) for _ in range(2))
         self._kept: Tensor | None = None  # the block in which the sum lies, or the last one did
         self._scale, self._total_weight = 1.0, 0.0  # scale * sum is the weighted sum
 
@@ -282,15 +282,18 @@ class TopK(Codec):
         self._reference, self._change = parameters.clone(), torch.empty_like(parameters)
         self._sample, self._place_in_sample = self._plan_sample(size, parameters.device)
         self._num_packed = 0
-        self._sum, self._count = (torch.zeros(size, pin_memory=parameters.is_cuda) for _ in range(2))
+        self._sum, self._count = (
+            torch.zeros(size, dtype=torch.float32, device="cpu", pin_memory=parameters.is_cuda) for _ in range(2)
+        )
         self._indices: Tensor | None = None  # of the staged values; None: all
-        self._values = torch.empty(0)
+        self._values = torch.empty(0, dtype=torch.float32)
 
     def _plan_sample(self, size: int, device: torch.device) -> tuple[Tensor, int]:
         """Return the indices of the sample, and which of its values, counted from the smallest, is the threshold."""
         if size <= _SAMPLE:
             return torch.arange(size, device=device), size - self.most + 1
-        sample = torch.randint(size, (_SAMPLE,), generator=torch.Generator().manual_seed(0)).sort().values
+        draw = torch.Generator("cpu").manual_seed(0)
+        sample = torch.randint(size, (_SAMPLE,), generator=draw, device="cpu").sort().values
         expected = self.most * _SAMPLE / size
         return sample.to(device), _SAMPLE - max(1, int(expected - 2 * math.sqrt(expected))) + 1
 
