@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,13 +28,12 @@ def pairs_of(size: int) -> list[Pair]:
     """Return the pairs of ranks that ping, one after the other: two at a time could share cores or a link.
 
     Each rank pings the ranks at some distances from it: at all distances, if that makes no more than about
-    `_MOST_PAIRS`; else at a few, spread evenly up to the longest. Of very many ranks some ping."""
+    `_MOST_PAIRS`; else at a few, spread evenly up to the longest."""
     longest = size // 2
     num_distances = max(1, min(longest, _MOST_PAIRS // size))
     distances = [(number + 1) * longest // num_distances for number in range(num_distances)]
     pairs = [(rank, (rank + distance) % size) for distance in distances for rank in range(size) if distance]
-    pairs = sorted({(min(pair), max(pair)) for pair in pairs})
-    return pairs[:: math.ceil(len(pairs) / (2 * _MOST_PAIRS)) or 1]
+    return sorted({(min(pair), max(pair)) for pair in pairs})
 
 
 def ping(comm: MpiCommunicator, hosts: Sequence[str], expect: Callable[[str], None]) -> list[PairPing]:
