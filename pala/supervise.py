@@ -341,7 +341,7 @@ def _made(run: Path) -> Iterator[bool]:
     """Make the folder of a run whose name is not the user's, and delete it in the end if nothing was put there. False
     if it is there: another process has made it, which no lock tells where there are none. Raises PalaError."""
     try:
-        run.mkdir()
+        run.mkdir(parents=True)
     except FileExistsError:
         yield False
         return

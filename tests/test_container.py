@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import PurePosixPath
 
+import pytest
+
+from pala.system.jobs import environment_of_jobs
 from support import REPOSITORY
 
 RECIPES = REPOSITORY / "launch" / "container"
@@ -57,12 +61,14 @@ def test_both_install_and_start_alike() -> None:
     assert one["ENTRYPOINT"] == '["pala", "train"]'
 
 
-def test_they_set_what_the_launch_scripts_set() -> None:
-    script = (REPOSITORY / "launch" / "environment.sh").read_text()
-    for setting in dict(dockerfile())["ENV"].split():
-        name, value = setting.split("=", 1)
-        if name.startswith(("OMPI_", "PRTE_")):
-            assert re.search(rf"{name}=(\$\{{{name}-)?{re.escape(value)}\b", script), setting
+def test_they_set_what_jobs_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("OMPI_", "PRTE_", "SLURM_")):
+            monkeypatch.delenv(name)
+    needed = environment_of_jobs()
+    settings = dict(setting.split("=", 1) for setting in dict(dockerfile())["ENV"].split())
+    of_mpi = {name: value for name, value in settings.items() if name.startswith(("OMPI_", "PRTE_"))}
+    assert of_mpi and of_mpi.items() <= needed.items()
 
 
 def test_what_runs_inside_is_a_script_that_a_shell_understands() -> None:
