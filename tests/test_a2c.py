@@ -55,6 +55,20 @@ def update(a2c: A2C, rollout: Rollout, bootstrap: torch.Tensor, learning_rate: f
     return a2c.step(a2c.differentiate(rollout, bootstrap), learning_rate)
 
 
+@pytest.mark.parametrize("kind", SPACES)
+def test_gradients_that_an_environment_has_switched_off_are_computed(kind: str) -> None:
+    gradients = []
+    for enabled in (True, False):
+        network = make_network(kind)
+        flat, tape = FlatParameters(network, CPU), AutogradTape(network)
+        a2c = A2C(network.distribution, tape, flat, A2CConfig())
+        with torch.set_grad_enabled(enabled):
+            rollout, _, bootstrap = play(network, tape, kind)
+            update(a2c, rollout, bootstrap, 7e-4)
+        gradients.append(flat.gradient.clone())
+    assert gradients[0].equal(gradients[1]) and gradients[0].any()
+
+
 def slow_loss(rollout: Rollout, bootstrap: torch.Tensor, config: A2CConfig) -> tuple[float, float, float, float]:
     """(total, policy, value, entropy), one sample at a time in Python's floats."""
     policy = value_loss = entropy = 0.0

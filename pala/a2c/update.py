@@ -183,7 +183,7 @@ class A2C:
         config = self._config
         return 1 - config.rmsprop_alpha**self.num_squares if config.rmsprop_bias_correction else 1.0
 
-    @torch.enable_grad()  # an environment may have switched gradients off, for a network of its own
+    @torch.enable_grad()  # see `AutogradTape.forward`
     def differentiate(self, rollout: Rollout, bootstrap_B: Tensor) -> Loss:
         """Return the rollout's loss, and write its gradient to `flat.gradient`: autograd goes down to the network's
         outputs, the tape from there."""

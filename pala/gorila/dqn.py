@@ -166,6 +166,7 @@ class DQN:
             return list(values.split([len(observations) for observations in following]))
         return [self.target_tape.peek(observations)[0] for observations in following]
 
+    @torch.enable_grad()  # see `AutogradTape.forward`
     def differentiate(
         self, batch: Transitions, next_values_NA: Tensor, between: Callable[[], None] = lambda: None
     ) -> Loss:

@@ -68,7 +68,8 @@ class AutogradTape(Tape):
             self._states = self._states.detach().nan_to_num(0.0, 0.0, 0.0)
 
     def forward(self, observations: Tensor) -> list[Tensor]:
-        with self._precision:
+        # An environment may have switched gradients off, for a network of its own.
+        with torch.enable_grad(), self._precision:
             outputs, self._states = self._network.advance(observations, self._states)
         self._passes.append(outputs)
         return [output.detach() for output in outputs]
@@ -84,6 +85,7 @@ class AutogradTape(Tape):
         elif self._states is not None:
             self._states = self._states.masked_fill(began_B.unsqueeze(-1), 0.0)
 
+    @torch.enable_grad()
     def backward(self, gradients_TBO: Sequence[Tensor]) -> None:
         heads_TBO = [torch.stack(outputs) for outputs in zip(*self._passes, strict=True)]
         # Its gradient by the outputs is the one given. Handed to `backward` itself, it would have torch import sympy.
