@@ -37,7 +37,7 @@ from pala.config.catalogue import RULES
 from pala.config.schema import CompressionName, MixingName, TopologyName
 from pala.exchange.base import Setup, average_of_ranks
 from pala.exchange.budget import ExchangeState, Stop
-from pala.exchange.flat import FlatTensors, named_tensors, share_tensors
+from pala.exchange.flat import FlatTensors, is_dense, named_tensors, share_tensors
 from pala.exchange.gossip.exchange import GossipExchange
 from pala.exchange.gossip.topology import DirectedGraph, PeerFunction, own_topology
 from pala.exchange.make import check_size
@@ -50,7 +50,7 @@ from pala.system.tables import shown
 from pala.system.trace import Trace
 
 State = Mapping[str, Any] | None
-_CLOSE_S = 300.0  # how long a rank waits for the slowest where all meet, as in training
+_CLOSE_S = 300.0  # how long a rank waits for the slowest where all meet in the block
 _LEAST_LATE_UPDATES = 10  # a loop that looks at `goes_on` after several updates makes some after the end
 _open: set[int] = set()  # ranks of this process, which are threads in tests, that are inside a block
 
@@ -193,7 +193,8 @@ class Gossip:
         _share_model(comm, flat, [state is not None for state in states])
         flat.scatter()
         if self._module is not None:
-            _share_buffers(comm, self._module)
+            first = next((rank for rank, state in enumerate(states) if state is not None), 0)
+            _share_buffers(comm, self._module, first)
         if self._settings.run.trace:
             from pala.comm.tracing import begin_trace
 
@@ -537,12 +538,18 @@ def _start_of(size: int, states: Sequence[State]) -> ExchangeState:
     return ExchangeState([0] * size, steps, max((state["round"] for state in loaded), default=0))
 
 
-def _share_buffers(comm: Communicator, module: nn.Module) -> None:
-    """Give all ranks rank 0's values of the buffers that do not travel, such as a random permutation. One that has
-    another shape or type here is left alone. Collective."""
+def _share_buffers(comm: Communicator, module: nn.Module, root: int) -> None:
+    """Give all ranks the root's values of the buffers that do not travel, such as a random permutation. One that has
+    another shape or type here is left alone, as are sparse ones and those of which elements share memory. Collective.
+    """
     travel = {id(buffer) for _, buffer in named_tensors(module)[1]}
-    others = {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in travel}
-    firsts = comm.bcast({name: buffer.detach().cpu() for name, buffer in others.items()} if comm.rank == 0 else {})
+    others = {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if id(buffer) not in travel and buffer.layout is torch.strided and not buffer.is_meta and is_dense(buffer)
+    }
+    mine = {name: buffer.detach().cpu() for name, buffer in others.items()}
+    firsts = comm.allgather(mine if comm.rank == root else {})[root]
     for name, own in others.items():
         first = firsts.get(name)
         if first is not None and (first.shape, first.dtype) == (own.shape, own.dtype):

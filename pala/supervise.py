@@ -126,7 +126,7 @@ class Supervisor:
                 if self._is_named:
                     if not self._continues or error.is_here or time.monotonic() > deadline:
                         raise
-                    say(f"waits, as the lock of a dead host's supervisor may be kept for a while: {error}")
+                    say(f"waits for the lock of run '{self.run}', which a dead host's supervisor may keep for a while.")
                     nap(_LOCK_S)
                     continue
             number += 1

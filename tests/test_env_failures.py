@@ -212,7 +212,7 @@ def test_a_part_of_an_observation_that_changes_its_shape_is_a_failure(capsys: py
     with make_envs(EnvConfig(num_envs=2), make_env=Grows) as envs:
         steps = play(envs, 4)
     assert [step.failed.tolist() for step in steps] == [[k == 2] * 2 for k in range(4)]
-    assert "'step' returned an observation of 8 numbers, where its space has 5" in capsys.readouterr().err
+    assert "'step' returned an observation of shape (8,), not (5,)" in capsys.readouterr().err
 
 
 @pytest.mark.slow

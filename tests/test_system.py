@@ -341,15 +341,12 @@ def test_a_forked_child_of_a_program_ends_as_it_would() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_forked_child_ends_as_if_nothing_was_caught(number: signal.Signals) -> None:
-    """As an environment's, which looks at no `Interrupt`. SIGUSR1, which mpirun sends it as well, and the first ^C are
-    for the rank."""
+    """As an environment's, which looks at no `Interrupt`. mpirun sends it SIGUSR1 as well, which is for the rank."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest's may be ignored
     try:
         with Interrupt().installed() as outer, Interrupt().installed() as interrupt, interrupt.raised_at_once():
             child = os.fork()
             if child == 0:
-                if number == signal.SIGINT:
-                    signal.raise_signal(number)
                 try:
                     signal.raise_signal(number)
                 except KeyboardInterrupt:
@@ -360,6 +357,22 @@ def test_a_forked_child_ends_as_if_nothing_was_caught(number: signal.Signals) ->
             assert outer.signal is None and interrupt.signal is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_first_interrupt_that_comes_to_both_leaves_a_forked_child_alone() -> None:
+    """A DataLoader's would die under its batch."""
+    with Interrupt().installed() as interrupt:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(0)
+        signal.raise_signal(signal.SIGINT)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7  # by the second
+        assert interrupt.signal is signal.SIGINT
 
 
 def test_handlers_come_back_after_an_error():

@@ -100,13 +100,15 @@ def _wait(comm: MpiCommunicator, done: Callable[[], bool], whom: Callable[[], st
         if done():
             return True
         if wait.took_s > ask_s:
-            ask_s = math.inf
             log(f"[rank {comm.rank}] has waited {wait.took_s:.0f} s for {whom()}.")
-            if comm.rank == 0 and not _late(told := _published(comm)) and (fault := shared_address(told)):
+            told = _published(comm) if comm.rank == 0 else []
+            ask_s = wait.took_s + _LIMIT_S if _late(told) else math.inf
+            if not _late(told) and (fault := shared_address(told)):
                 raise EndError(fault)
         if wait.took_s > limit_s:
             if late := _late(_published(comm)):
-                log(f"[rank {comm.rank}] has waited {wait.took_s:.0f} s for {named(late)}.")
+                if comm.rank == 0:
+                    log(f"[rank 0] has waited {wait.took_s:.0f} s for {named(late)}.")
                 limit_s = wait.took_s + _LIMIT_S
             else:
                 raise EndError(_not_reached(comm, whom()))

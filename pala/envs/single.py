@@ -15,7 +15,6 @@ Its wrappers, the innermost first:
 from __future__ import annotations
 
 import contextlib
-import math
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -195,8 +194,7 @@ class Renewed(gymnasium.Wrapper):
     def _check_observation(self, what: str, observation: Any) -> None:
         if np.shape(observation) != self.observation_space.shape:
             raise EnvFaultError(
-                f"'{what}' returned an observation of {np.size(observation)} numbers, where its space has "
-                f"{math.prod(self.observation_space.shape or ())}"
+                f"'{what}' returned an observation of shape {np.shape(observation)}, not {self.observation_space.shape}"
             )
         if self._is_float:
             _check_finite(what, observation)

@@ -32,7 +32,8 @@ class AllReduce(ModelExchange):
         """Average gradients from now on. The parameters must be equal on all ranks. Collective."""
         super().__init__(setup)
         comm, parameters, config, start, *_ = setup
-        self._buffer = torch.zeros(parameters.numel() + 2 + comm.size, pin_memory=parameters.is_cuda)
+        numbers = parameters.numel() + 2 + comm.size
+        self._buffer = torch.zeros(numbers, dtype=torch.float32, device="cpu", pin_memory=parameters.is_cuda)
         self._gradient, self._words = self._buffer.split((parameters.numel(), 2 + comm.size))
         self._ends, self._signals, self._not_finite = self._words.split((1, 1, comm.size))
         self.message_bytes = self._buffer.nbytes

@@ -95,7 +95,7 @@ class FlatTensors:
         offset = 0
         for name, tensor in named:
             part = self.data[offset : offset + tensor.numel()]
-            view = part.as_strided(tensor.shape, tensor.stride()) if _is_dense(tensor) else part.view(tensor.shape)
+            view = part.as_strided(tensor.shape, tensor.stride()) if is_dense(tensor) else part.view(tensor.shape)
             view.copy_(tensor.detach())
             is_shared = tensor.device.type == "cpu" and tensor.is_shared()
             if tensor.dtype is torch.float32 and not is_shared:
@@ -151,7 +151,7 @@ class FlatTensors:
         return next((name for name, _, inside in named if not bool(inside.isfinite().all())), "")
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Return whether a tensor's numbers lie side by side, each once, in whatever order of its dimensions."""
     if tensor.is_contiguous():
         return True
@@ -165,7 +165,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _order(tensor: Tensor) -> str:
     """Return in which order a tensor's numbers lie in the vector; "" if as usual. Optimisers keep that order."""
-    return "" if tensor.is_contiguous() or not _is_dense(tensor) else str(tensor.stride())
+    return "" if tensor.is_contiguous() or not is_dense(tensor) else str(tensor.stride())
 
 
 def _tables(owner: nn.Module | None, buffers: set[int]) -> list[tuple[str, dict[str, Any], dict[str, Any], bool]]:

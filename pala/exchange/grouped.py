@@ -213,6 +213,10 @@ class GroupedGossip(GossipExchange):
         """Send and mix as is due, as the group's leader, and publish what came of it. May wait."""
         if not self._gossips:
             self._gossips = True
+            with self.driver.lock:
+                for rank in self._members:
+                    if self._memory.members[rank]["left"]:  # the message that says so may be on its way
+                        self._state.budget.rank_left(rank)
             self.driver.begin()
             living = [rank for rank in self._members if not self._is_gone(rank)]
             log(f"[rank {self._comm.rank}] gossips for its group from now on: {named(living)}.")
@@ -259,9 +263,8 @@ class GroupedGossip(GossipExchange):
 
     @property
     def _is_leader(self) -> bool:
-        """Whether this rank is the lowest of its group that lives and trains, and has heard so by messages, too."""
-        first = next((rank for rank in self._members if not self._is_gone(rank)), None)
-        return first == self._comm.rank and first in self._state.budget.leaders
+        """Whether this rank is the lowest of its group that lives and trains, as far as it has heard."""
+        return next((rank for rank in self._members if not self._is_gone(rank)), None) == self._comm.rank
 
     def _is_gone(self, rank: int) -> bool:
         return rank not in self._state.budget.living or bool(self._memory.members[rank]["left"])

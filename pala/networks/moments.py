@@ -75,7 +75,8 @@ class Moments(nn.Module):
 
     @property
     def _deviation(self) -> Tensor:
-        return (self.variance + _EPSILON).sqrt()
+        # Models that were averaged by differences, as by earlier commits, may carry a variance below zero.
+        return (self.variance.clamp(min=0) + _EPSILON).sqrt()
 
     @property
     def is_new(self) -> bool:

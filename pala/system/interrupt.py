@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import threading
@@ -15,12 +16,22 @@ from pala.system.output import log
 
 _SECOND_S = 5.0  # after the first ^C another one does not wait for training to end
 _told_forks: set[int] = set()  # processes, of which this may be one, that were sent ^C
+_owner_heard = mmap.mmap(-1, 1)  # whether the process above was; its forks see it, too
 LEAVE = signal.SIGUSR2  # asks a rank to leave a job that continues
 
 
 def hangup() -> tuple[signal.Signals, ...]:
     """Return SIGHUP, which a terminal sends when it is closed; nothing where it is ignored, as under nohup."""
     return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+
+
+def _owner_hears_too() -> bool:
+    """Return whether the process above a fork has heard ^C, or does so within a moment."""
+    for _ in range(20):
+        if _owner_heard[0]:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 class Interrupt:
@@ -42,9 +53,9 @@ class Interrupt:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
         if os.getpid() != self._owner:  # a fork, as an environment's, which does not look at `signal`
-            # mpirun sends a rank's forks what it passes on to the rank. A first ^C is for the rank, which ends them: a
-            # DataLoader's would else die under its batch.
-            if number == signal.SIGINT and os.getpid() not in _told_forks:
+            # mpirun sends a rank's forks what it passes on to the rank. A first ^C that comes to the rank, too, is for
+            # it, which ends them: a DataLoader's would else die under its batch.
+            if number == signal.SIGINT and os.getpid() not in _told_forks and _owner_hears_too():
                 _told_forks.add(os.getpid())
             elif number not in (signal.SIGUSR1, LEAVE):
                 signal.signal(number, self._before[signal.Signals(number)])
@@ -53,6 +64,8 @@ class Interrupt:
         if number == LEAVE:
             self.leave_requested = True
             return
+        if number == signal.SIGINT:
+            _owner_heard[0] = 1
         if number != self.signal:
             self._since_s = time.monotonic()
         again = number == signal.SIGINT and time.monotonic() - self._since_s > _SECOND_S
@@ -79,7 +92,7 @@ class Interrupt:
             yield self
             return
         caught = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup(), LEAVE)
-        self._owner = os.getpid()
+        self._owner, _owner_heard[0] = os.getpid(), 0
         self._before = {number: signal.getsignal(number) or signal.SIG_DFL for number in caught}
         previous = [signal.signal(number, self._on_signal) for number in caught]
         _caught.update(dict.fromkeys(caught, self._on_signal))

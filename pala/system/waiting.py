@@ -11,7 +11,7 @@ from pala.system.interrupt import Interrupt
 from pala.system.output import log
 from pala.system.text import named
 
-_PATIENCE_AFTER_SIGNAL_S = 30.0  # after it Slurm kills; ranks may save at unlike speeds meanwhile
+_PATIENCE_AFTER_SIGNAL_S = 30.0  # ranks may save at unlike speeds
 _NAP_S = 0.2
 _COMPLAIN_AFTER_S = 60.0
 TELL_S, SAY_S = 2.0, 20.0

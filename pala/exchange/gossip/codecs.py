@@ -146,7 +146,7 @@ class Float32(Codec):
     def __init__(self, parameters: Tensor) -> None:
         size = parameters.numel() * self.dtype.itemsize
         self.sizes = {self.format: range(size, size + 1)}
-        self._staged, self._sum = (torch.empty(0, dtype=torch.float32) for _ in range(2))
+        self._staged, self._sum = (torch.empty(0, dtype=torch.float32, device="cpu") for _ in range(2))
         self._kept: Tensor | None = None  # the block in which the sum lies, or the last one did
         self._scale, self._total_weight = 1.0, 0.0  # scale * sum is the weighted sum
 
@@ -286,7 +286,7 @@ class TopK(Codec):
             torch.zeros(size, dtype=torch.float32, device="cpu", pin_memory=parameters.is_cuda) for _ in range(2)
         )
         self._indices: Tensor | None = None  # of the staged values; None: all
-        self._values = torch.empty(0, dtype=torch.float32)
+        self._values = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def _plan_sample(self, size: int, device: torch.device) -> tuple[Tensor, int]:
         """Return the indices of the sample, and which of its values, counted from the smallest, is the threshold."""
@@ -442,7 +442,7 @@ class _ExactTail(Codec):
         return self._codec.add(block, weight)
 
     def _new_block(self) -> Tensor:
-        return torch.empty(self._bytes, dtype=torch.uint8)
+        return torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
 
     def mix(self, parameters: Tensor, own_weight: float, measure: bool = True) -> Tensor | None:
         self._exact.mix(parameters[self._first :], own_weight, False)

@@ -227,6 +227,8 @@ class GossipExchange(ModelExchange):
 
         `where`: the place in the user's code, for messages; None if a long wait is expected."""
         meeting = self._transport.meeting(where)
+        with self.driver.lock:  # what is answered meanwhile must be of use
+            self._state.healthy = self._state.healthy and is_finite(self._parameters)
 
         def all_are_here() -> bool:
             self._transport.raise_failure()

@@ -32,7 +32,7 @@ def _host_memory(num_bytes: int, pinned: bool) -> Tensor:
     time, and new memory takes half as long to touch.
     """
     if pinned:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[begin : begin + num_bytes])
