@@ -27,13 +27,12 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for one rank, which then leaves
 
 import argparse
-import contextlib
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -336,7 +335,7 @@ class Supervisor:
         return 1
 
 
-@contextlib.contextmanager
+@contextmanager
 def _made(run: Path) -> Iterator[bool]:
     """Make the folder of a run whose name is not the user's, and delete it in the end if nothing was put there. False
     if it is there: another process has made it, which no lock tells where there are none. Raises PalaError."""
@@ -350,7 +349,7 @@ def _made(run: Path) -> Iterator[bool]:
     try:
         yield True
     finally:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             run.rmdir()
 
 
