@@ -349,6 +349,12 @@ def test_a_file_that_is_begun_while_a_timeline_is_read_loses_no_events(
     assert len(rank.events) > 2 * recorder._BUFFERED - 10
 
 
+def test_a_timeline_whose_files_go_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "_files_of", lambda folder: [folder / "gone"])
+    with pytest.raises(PalaError, match="changes while it is read"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("fails", ["at once", "in the midst"])
 def test_a_full_disk_loses_events_and_no_more(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any

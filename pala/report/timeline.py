@@ -143,6 +143,8 @@ def _read_files(folder: Path) -> list[_File]:
             files = [_read_file(path) for path in paths]
             if [path.stat().st_ino for path in _files_of(folder)] == begun:
                 break
+    if not files:
+        raise PalaError(f"The timeline in '{folder}' changes while it is read: give the command again.")
     return files
 
 
